@@ -1,0 +1,1 @@
+"""Language: causal language models as policies over tokens, their sampler, tasks and rewards."""

@@ -1,0 +1,83 @@
+"""Log-probs and entropies read off hidden states, without ever holding the logits of all positions.
+
+The read-out `hidden @ weight.T` is the largest tensor of a small language model by far. Here it exists for one chunk of positions at a time, in
+the forward pass and, computed anew, in the backward pass. Sums run in float32 whatever the model's precision is.
+Left out: second derivatives (the backward pass is written by hand) and biases (no current causal language model has one on its head).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+CHUNK_ELEMENTS = 1 << 23  # logits held at once: 32 MB in float32
+
+
+def token_logprobs(
+    hidden: Float[Tensor, "M D"],
+    weight: Float[Tensor, "V D"],
+    target: Int64[Tensor, " M"],
+    scale: Float[Tensor, " M"],
+    want_entropy: bool = False,
+) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"] | None]:
+    """log softmax(scale * hidden @ weight.T)[target] and, when asked for, the entropy of that softmax; both float32 and differentiable.
+
+    `scale` is the inverse temperature of each position, > 0. The gradient is exact with respect to `hidden` and `weight`.
+    """
+    logp, entropy = _TokenLogprobs.apply(hidden, weight, target, scale.float(), want_entropy)
+    return logp, entropy if want_entropy else None
+
+
+def tempered_logits(hidden: Tensor, weight: Tensor, scale: Float[Tensor, " M"]) -> Float[Tensor, "M V"]:
+    """float32 logits of a few positions, divided by their temperatures."""
+    return torch.nn.functional.linear(hidden, weight).float() * scale[:, None]
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, scale: Tensor, want_entropy: bool) -> tuple[Tensor, Tensor]:
+        count = hidden.shape[0]
+        logp = hidden.new_empty(count, dtype=torch.float32)
+        partition = torch.empty_like(logp)
+        entropy = torch.empty_like(logp) if want_entropy else logp.new_empty(0)
+        for part in _chunks(count, weight.shape[0]):
+            logits = tempered_logits(hidden[part], weight, scale[part])
+            partition[part] = logits.logsumexp(dim=1)
+            logp[part] = logits.gather(1, target[part, None])[:, 0] - partition[part]
+            if want_entropy:
+                centred = logits.sub_(partition[part, None])
+                entropy[part] = -(centred.exp() * centred).sum(dim=1)
+        ctx.save_for_backward(hidden, weight, target, scale, partition, entropy)
+        return logp, entropy
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        hidden, weight, target, scale, partition, entropy = ctx.saved_tensors
+        grad_logp, grad_entropy = gradients
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        for part in _chunks(hidden.shape[0], weight.shape[0]):
+            # d logp / d logit_j = [j is the target] - p_j, and d entropy / d logit_j = -p_j (log p_j + entropy).
+            centred = tempered_logits(hidden[part], weight, scale[part]).sub_(partition[part, None])
+            if len(entropy):
+                slope = (centred + entropy[part, None]).mul_(grad_entropy[part, None]).add_(grad_logp[part, None]).neg_()
+                slope.mul_(centred.exp_())
+            else:
+                slope = centred.exp_().mul_(-grad_logp[part, None])
+            slope.scatter_add_(1, target[part, None], grad_logp[part, None])
+            slope = slope.mul_(scale[part, None]).to(hidden.dtype)
+            if grad_hidden is not None:
+                grad_hidden[part] = slope @ weight
+            if grad_weight is not None:
+                grad_weight += slope.T @ hidden[part]
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+
+
+def _chunks(count: int, vocabulary: int) -> list[slice]:
+    size = max(1, CHUNK_ELEMENTS // vocabulary)
+    return [slice(i, min(i + size, count)) for i in range(0, count, size)]

@@ -1,0 +1,131 @@
+"""Network: a Hugging Face causal language model seen as a body (tokens to states) and a linear read-out (states to logits).
+
+The split lets the policy compute states once a tree and read logits off the few positions that need them. What a model can do is found by
+trying it once: a packed tree must give the states of plain rows, and the read-out must give the model's own logits.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor, nn
+
+from anypo.domains.language.tree import pack
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class States:
+    """Hidden states of a set of sequences, each distinct prefix once."""
+
+    final: Float[Tensor, "M D"]  # after the last layer and its norm
+    chosen: Float[Tensor, "M D"]  # of the layer asked for
+    node: Int64[Tensor, "N S"]  # where the state after token s of sequence n lies; -1 beyond its end
+
+
+class Network:
+    """Body and read-out of `model`. Raises ValueError for a model whose logits are not a linear function of its last hidden states."""
+
+    def __init__(self, model: Any) -> None:
+        self.body: nn.Module = getattr(model, model.base_model_prefix)
+        self.head: nn.Module = model.get_output_embeddings()
+        self.config = model.config
+        # Cohere multiplies its logits, Granite divides them.
+        self.scale = float(getattr(self.config, "logit_scale", None) or 1 / (getattr(self.config, "logits_scaling", None) or 1.0))
+        # transformers renamed the argument in 5.x.
+        self.cache_argument = "cache" if "cache" in inspect.signature(self.body.forward).parameters else "past_key_values"
+        self._check_readout(model)
+        self.takes_trees = self._try_tree()
+        if not self.takes_trees:
+            log.warning("%s cannot take a tree attention mask; its rows are evaluated one by one, which is slower", type(model).__name__)
+
+    @property
+    def device(self) -> torch.device:
+        return self.head.weight.device
+
+    @property
+    def vocabulary(self) -> int:
+        return self.head.weight.shape[0]
+
+    def __call__(
+        self, tokens: Int64[Tensor, "B L"], mask: Tensor | None, position: Int64[Tensor, "B L"] | None, cache: Any = None, layer: int | None = None
+    ) -> tuple[Float[Tensor, "B L D"], Float[Tensor, "B L D"]]:
+        """(final states, states of `layer`); `mask` is [B,1,L,K] bool, a padding mask [B,K], or None for plain causal rows."""
+        arguments = {"input_ids": tokens, "attention_mask": mask, "position_ids": position, "output_hidden_states": layer is not None}
+        output = self.body(**arguments, use_cache=cache is not None, **{self.cache_argument: cache})
+        return output.last_hidden_state, output.last_hidden_state if layer is None else output.hidden_states[layer]
+
+    def readout(self, hidden: Float[Tensor, "M D"]) -> tuple[Float[Tensor, "M D"], Float[Tensor, "V D"]]:
+        """(hidden, weight) such that the logits are `scale * hidden @ weight.T`; a bias becomes one more column."""
+        bias = getattr(self.head, "bias", None)
+        if bias is None:
+            return hidden, self.head.weight
+        return torch.cat([hidden, hidden.new_full((len(hidden), 1), 1 / self.scale)], 1), torch.cat([self.head.weight, bias[:, None]], 1)
+
+    def logits(self, hidden: Float[Tensor, "M D"]) -> Float[Tensor, "M V"]:
+        """float32 logits of a few states."""
+        logits = self.head(hidden).float()
+        return logits if self.scale == 1.0 else logits * self.scale
+
+    def states(self, sequences: Sequence[Tensor], prompt_lengths: Sequence[int], budget: int, layer: int | None = None) -> States:
+        """States of all sequences: as packed trees of at most `budget` tokens a row where the model takes them, else as padded rows."""
+        if not self.takes_trees:
+            return self._plain_states(sequences, layer)
+        final, chosen, start = [], [], 0
+        node = torch.full((len(sequences), max(len(s) for s in sequences)), -1)
+        for row in pack(sequences, budget, prompt_lengths):
+            one, other = self(*(x.to(self.device) for x in (row.tokens[None], row.mask[None, None], row.position[None])), layer=layer)
+            final.append(one[0])
+            chosen.append(other[0])
+            node[row.rows, : row.node.shape[1]] = torch.where(row.node < 0, row.node, row.node + start)
+            start += len(row.tokens)
+        return States(torch.cat(final), torch.cat(chosen), node.to(self.device))
+
+    def _plain_states(self, sequences: Sequence[Tensor], layer: int | None) -> States:
+        tokens, exists = pad_right(sequences)
+        final, chosen = self(tokens.to(self.device), exists.long().to(self.device), None, layer=layer)
+        node = torch.arange(exists.numel()).view_as(exists).masked_fill(~exists, -1)
+        return States(final.flatten(0, 1), chosen.flatten(0, 1), node.to(self.device))
+
+    @torch.no_grad()
+    def _check_readout(self, model: Any) -> None:
+        tokens = torch.arange(1, 5, device=self.device)[None] % self.vocabulary
+        own = model(input_ids=tokens, use_cache=False).logits.float()
+        ours = self.logits(self(tokens, None, None)[0])
+        if own.shape != ours.shape or not _close(ours, own):
+            raise ValueError(f"{type(model).__name__} does not read its logits linearly off its last hidden states; such a head is not supported")
+
+    @torch.no_grad()
+    def _try_tree(self) -> bool:
+        """Whether a packed tree gives the states of plain rows. Windows longer than the trial are known from the configuration."""
+        kinds = set(getattr(self.config, "layer_types", None) or ["full_attention"])
+        windowed = getattr(self.config, "sliding_window", None) is not None and getattr(self.config, "use_sliding_window", True)
+        if kinds != {"full_attention"} or windowed or getattr(self.config, "attention_chunk_size", None) is not None:
+            return False
+        trial = [torch.tensor(t) % self.vocabulary for t in ([1, 2, 3, 4, 5], [1, 2, 3, 6, 7, 8], [9, 10, 11])]
+        self.takes_trees = True
+        try:
+            packed = self.states(trial, [3, 3, 2], 64)
+        except (TypeError, ValueError, RuntimeError):  # models differ in how they refuse a four-dimensional mask
+            return False
+        plain = self._plain_states(trial, None)
+        return all(_close(packed.final[a[a >= 0]], plain.final[b[b >= 0]]) for a, b in zip(packed.node, plain.node, strict=True))
+
+
+def pad_right(sequences: Sequence[Tensor], pad: int = 0) -> tuple[Int64[Tensor, "N S"], Bool[Tensor, "N S"]]:
+    """The sequences as rows of one tensor, and which of its places exist."""
+    tokens = nn.utils.rnn.pad_sequence(list(sequences), batch_first=True, padding_value=pad)
+    lengths = torch.tensor([len(s) for s in sequences])
+    return tokens, torch.arange(tokens.shape[1]) < lengths[:, None]
+
+
+def _close(found: Tensor, expected: Tensor) -> bool:
+    tolerance = 1e-3 if found.dtype == torch.float32 and expected.dtype == torch.float32 else 5e-2
+    return bool((found.float() - expected.float()).norm() <= tolerance * expected.float().norm())

@@ -1,0 +1,303 @@
+"""Sampler: batched decoding from any prefixes, with the log-prob and entropy of what was drawn.
+
+Each distinct prompt is read once, packed with the others, and its keys and values are copied to the slots of its samples. Slots are
+preallocated and written in place; a finished row gives its slot to the last running one, so that every step computes running rows only. Prompts
+of different lengths end in the same column. Sampling from a prefix of an earlier trajectory is the same call with that prefix as the prompt.
+Left out: speculative decoding, beams, and refilling slots while others run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+from anypo.domains.language.network import Network, pad_right
+from anypo.domains.language.tree import pack
+
+CACHE_BYTES = 4 << 30  # keys and values held at once; more samples than that are drawn in waves
+PREFILL_TOKENS = 1024  # packed prompt tokens read in one forward pass
+BLOCK = 256  # vocabulary entries that are summed before one is drawn
+
+
+@dataclass
+class Samples:
+    """N completions, the samples of one prompt after another."""
+
+    tokens: Int64[Tensor, "N T"]  # padded after the end
+    valid: Bool[Tensor, "N T"]  # what was drawn, the end token included
+    logp: Float[Tensor, "N T"]  # under the tempered distribution, 0 where not valid
+    entropy: Float[Tensor, "N T"] | None  # of that distribution
+    finished: Bool[Tensor, " N"]  # ended by an end token or by `stop`, not by the limit
+    source: Int64[Tensor, " N"]  # index of the prompt
+
+
+@torch.no_grad()
+def sample(
+    model: Any,
+    prompts: Sequence[Tensor],
+    samples: int | Sequence[int],
+    *,
+    max_tokens: int | Sequence[int],
+    generator: torch.Generator,
+    eos_ids: Sequence[int],
+    temperature: float | Sequence[float] = 1.0,
+    stop: Callable[[Tensor, Tensor], Tensor] | None = None,
+    want_entropy: bool = False,
+    top_p: float = 1.0,
+    greedy: bool = False,
+    pad: int = 0,
+) -> Samples:
+    """Draw `samples[i]` completions of up to `max_tokens[i]` tokens from `prompts[i]` (1-D int64, one token or more).
+
+    `model` is a Hugging Face causal LM or a Network. `stop(tokens [n,t], source [n]) -> [n] bool` is called after every step with the running
+    rows and ends those it names. `top_p` in (0,1] narrows what may be drawn and `greedy` takes the likeliest token; the recorded log-prob and
+    entropy are those of the whole tempered distribution, which is what a policy evaluates. Equal generators give equal samples.
+    """
+    network = model if isinstance(model, Network) else Network(model)
+    counts, limits, heats = (_each(x, len(prompts)) for x in (samples, max_tokens, temperature))
+    _check(prompts, heats, top_p)
+    source = torch.arange(len(prompts)).repeat_interleave(torch.tensor(counts, dtype=torch.int64))
+    limit = torch.tensor(limits, dtype=torch.int64)[source]
+    width = max([0, *limit.tolist()])
+    out = Samples(
+        tokens=torch.full((len(source), width), pad),
+        valid=torch.zeros((len(source), width), dtype=torch.bool),
+        logp=torch.zeros((len(source), width)),
+        entropy=torch.zeros((len(source), width)) if want_entropy else None,
+        finished=torch.zeros(len(source), dtype=torch.bool),
+        source=source,
+    )
+    draw = _Draw(torch.tensor(heats, dtype=torch.float32)[source], generator, top_p, greedy, want_entropy)
+    running = limit.nonzero().flatten()
+    while len(running):
+        wave = _wave_size(network, prompts, source[running], limit[running])
+        _decode(network, prompts, running[:wave], limit, draw, tuple(eos_ids), stop, out)
+        running = running[wave:]
+    longest = int(out.valid.sum(dim=1).max()) if out.valid.numel() else 0
+    out.tokens, out.valid, out.logp = out.tokens[:, :longest], out.valid[:, :longest], out.logp[:, :longest]
+    out.entropy = out.entropy[:, :longest] if out.entropy is not None else None
+    return out
+
+
+def _each(value: Any, count: int) -> list[Any]:
+    return [value] * count if isinstance(value, int | float) else list(value)
+
+
+def _check(prompts: Sequence[Tensor], temperatures: list[float], top_p: float) -> None:
+    for i, prompt in enumerate(prompts):
+        if len(prompt) == 0:
+            raise ValueError(f"prompt {i} is empty; sampling needs at least one token to start from")
+    if any(t <= 0 for t in temperatures):
+        raise ValueError(f"temperatures must be positive, not {min(temperatures)}; for the likeliest tokens use greedy=True")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p must lie in (0,1], not {top_p}")
+
+
+def _wave_size(network: Network, prompts: Sequence[Tensor], source: Tensor, limit: Tensor) -> int:
+    """How many of the rows have room in the cache together; at least one."""
+    config = network.config
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    a_token = 2 * config.num_hidden_layers * heads * width * network.head.weight.element_size()
+    columns = max(len(prompts[i]) for i in source.tolist()) + int(limit.max())
+    return max(1, min(len(source), CACHE_BYTES // (a_token * columns)))
+
+
+def _decode(
+    network: Network, prompts: Sequence[Tensor], rows: Tensor, limit: Tensor, draw: _Draw, eos_ids: tuple[int, ...], stop: Any, out: Samples
+) -> None:
+    """Fill `out` for the given rows."""
+    device = network.device
+    ends = torch.tensor(eos_ids, dtype=torch.int64)
+    lengths = torch.tensor([len(p) for p in prompts])[out.source]
+    start = _packed_prefill if network.takes_trees else _padded_prefill
+    cache, hidden = start(network, [prompts[i] for i in out.source[rows].tolist()], int(limit[rows].max()))
+    for t in range(int(limit[rows].max())):
+        token, logp, entropy = draw(network.logits(hidden), rows)
+        out.tokens[rows, t], out.logp[rows, t], out.valid[rows, t] = token, logp, True
+        if out.entropy is not None:
+            out.entropy[rows, t] = entropy
+        ended = torch.isin(token, ends)
+        if stop is not None:
+            ended |= stop(out.tokens[rows, : t + 1], out.source[rows])
+        out.finished[rows] = ended
+        order = _survivors(~ended & (t + 1 < limit[rows]))
+        if len(order) == 0:
+            return
+        if len(order) < len(rows):
+            cache.keep(order.to(device))
+            rows, token = rows[order], token[order]
+        hidden = cache.step(network, token[:, None].to(device), (lengths[rows] + t)[:, None].to(device))
+
+
+def _survivors(alive: Bool[Tensor, " n"]) -> Int64[Tensor, " m"]:
+    """Which row each slot holds after the running rows at the end have moved into the slots of finished ones; slots before `m` that run stay."""
+    count = int(alive.sum())
+    order = torch.arange(count)
+    order[~alive[:count]] = count + alive[count:].nonzero().flatten()
+    return order
+
+
+class _Draw:
+    """Draws one token a row from float32 logits, with its log-prob and the entropy."""
+
+    def __init__(self, temperature: Float[Tensor, " N"], generator: torch.Generator, top_p: float, greedy: bool, want_entropy: bool) -> None:
+        self.temperature, self.generator, self.top_p, self.greedy, self.want_entropy = temperature, generator, top_p, greedy, want_entropy
+
+    def __call__(self, logits: Float[Tensor, "n V"], rows: Int64[Tensor, " n"]) -> tuple[Tensor, Tensor, Tensor | None]:
+        heat = self.temperature[rows].to(logits.device)
+        centred = logits / heat[:, None] if bool((heat != 1).any()) else logits
+        centred = centred - centred.amax(dim=1, keepdim=True)
+        weight = centred.exp()
+        total = weight.sum(dim=1)
+        if self.greedy:
+            token = centred.argmax(dim=1)
+        else:
+            uniform = torch.rand(len(rows), generator=self.generator, dtype=torch.float64, device=self.generator.device).to(logits.device)
+            token = draw_by_weight(weight if self.top_p == 1 else nucleus(weight, self.top_p), uniform)
+        logp = centred.gather(1, token[:, None])[:, 0] - total.log()
+        entropy = (total.log() - (weight * centred).sum(dim=1) / total).cpu() if self.want_entropy else None
+        return token.cpu(), logp.cpu(), entropy
+
+
+def draw_by_weight(weight: Float[Tensor, "n V"], uniform: Float[Tensor, " n"]) -> Int64[Tensor, " n"]:
+    """One index a row with probability proportional to its weight >= 0, by inversion of `uniform` in [0,1): first a block, then in the block."""
+    count, vocabulary = weight.shape
+    padded = torch.nn.functional.pad(weight, (0, -vocabulary % BLOCK)).view(count, -1, BLOCK)
+    block, rest = _invert(padded.sum(dim=2).double(), uniform)
+    inside, _ = _invert(padded[torch.arange(count, device=weight.device), block].double(), rest)
+    return block * BLOCK + inside
+
+
+def _invert(weight: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """(index, where in [0,1) `uniform` lies inside that index's share)."""
+    reach = weight.cumsum(dim=1)
+    target = (uniform * reach[:, -1])[:, None]
+    index = torch.searchsorted(reach, target, right=True).clamp(max=weight.shape[1] - 1)
+    share = weight.gather(1, index)
+    inside = 1 - (reach.gather(1, index) - target) / share
+    return index[:, 0], inside[:, 0].clamp(0, 1 - 1e-12)
+
+
+def nucleus(weight: Float[Tensor, "n V"], top_p: float) -> Float[Tensor, "n V"]:
+    """The weights with all but the heaviest set to zero: the smallest set that holds `top_p` of each row's total."""
+    ranked, order = weight.sort(dim=1, descending=True)
+    before = ranked.cumsum(dim=1) - ranked
+    return weight.scatter(1, order, ranked.masked_fill(before >= top_p * weight.sum(dim=1, keepdim=True), 0.0))
+
+
+class _Recorder:
+    """Stands in for a cache while prompts are read: keeps the keys and values of each layer."""
+
+    def __init__(self) -> None:
+        self.layers: list[tuple[Tensor, Tensor]] = []
+
+    def update(self, key: Tensor, value: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        self.layers.append((key, value))
+        return key, value
+
+    def get_seq_length(self, *_: Any) -> int:
+        return 0
+
+
+class _Slots:
+    """Keys and values of all running rows, [rows, heads, columns, width] a layer, allocated once and written in place."""
+
+    def __init__(self, lengths: Int64[Tensor, " n"], extra: int, device: torch.device) -> None:
+        self.columns = int(lengths.max())  # filled so far
+        self.capacity = self.columns + extra
+        self.rows = len(lengths)
+        self.layers: list[tuple[Tensor, Tensor]] = []
+        self.seen = (torch.arange(self.capacity) >= self.columns - lengths[:, None])[:, None, None, :].to(device)
+
+    def fill(self, recorded: _Recorder, node: Int64[Tensor, "k S"], slots: list[Tensor]) -> None:
+        """Copy the prompt whose tokens lie at `node[i]` into the slots `slots[i]`, so that it ends in the last filled column."""
+        if not self.layers:
+            heads, width = recorded.layers[0][0].shape[1], recorded.layers[0][0].shape[3]
+            shape = (self.rows, heads, self.capacity, width)
+            self.layers = [(key.new_empty(shape), value.new_empty(shape)) for key, value in recorded.layers]
+        for places, mine in zip(node, slots, strict=True):
+            places = places[places >= 0]
+            first = self.columns - len(places)
+            for stored, fresh in zip(self.layers, recorded.layers, strict=True):
+                for to, source in zip(stored, fresh, strict=True):
+                    to[mine, :, :first] = 0  # never attended to, but must be finite
+                    to[mine, :, first : self.columns] = source[0][:, places]
+
+    def keep(self, order: Int64[Tensor, " m"]) -> None:
+        """Slot i takes the row of slot order[i]; only rows that change places are copied."""
+        holes = (order != torch.arange(len(order), device=order.device)).nonzero().flatten()
+        self.rows = len(order)
+        self.seen = self.seen[order]
+        if len(holes):
+            for pair in self.layers:
+                for stored in pair:
+                    stored[holes, :, : self.columns] = stored[order[holes], :, : self.columns]
+
+    def step(self, network: Network, token: Int64[Tensor, "n 1"], position: Int64[Tensor, "n 1"]) -> Float[Tensor, "n D"]:
+        """The states after reading one more token a row."""
+        self.columns += 1
+        return network(token, self.seen[..., : self.columns], position, cache=self)[0][:, 0]
+
+    def update(self, key: Tensor, value: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        keys, values = self.layers[layer]
+        keys[: self.rows, :, self.columns - 1] = key[:, :, 0]
+        values[: self.rows, :, self.columns - 1] = value[:, :, 0]
+        return keys[: self.rows, :, : self.columns], values[: self.rows, :, : self.columns]
+
+    def get_seq_length(self, *_: Any) -> int:
+        return self.columns - 1
+
+
+def _packed_prefill(network: Network, prompts: list[Tensor], extra: int) -> tuple[_Slots, Float[Tensor, "n D"]]:
+    """Slots that hold the prompts, and the states after their last tokens. Equal prompts, and equal beginnings of prompts, are read once."""
+    distinct, owner = _distinct(prompts)
+    slots = _Slots(torch.tensor([len(p) for p in prompts]), extra, network.device)
+    last: list[Tensor] = [torch.empty(0)] * len(distinct)
+    for row in pack(distinct, PREFILL_TOKENS):
+        recorded = _Recorder()
+        states, _ = network(*(x.to(network.device) for x in (row.tokens[None], row.mask[None, None], row.position[None])), cache=recorded)
+        slots.fill(recorded, row.node.to(network.device), [(owner == i).nonzero().flatten().to(network.device) for i in row.rows.tolist()])
+        for i, places in zip(row.rows.tolist(), row.node, strict=True):
+            last[i] = states[0, places[places >= 0][-1]]
+    return slots, torch.stack(last)[owner.to(network.device)]
+
+
+class _Padded:
+    """The transformers cache behind a padding mask, for models that cannot take a mask per token."""
+
+    def __init__(self, cache: Any, exists: Bool[Tensor, "n S"]) -> None:
+        self.cache, self.exists = cache, exists
+
+    def keep(self, order: Int64[Tensor, " m"]) -> None:
+        self.cache.reorder_cache(order)
+        self.exists = self.exists[order]
+
+    def step(self, network: Network, token: Int64[Tensor, "n 1"], position: Int64[Tensor, "n 1"]) -> Float[Tensor, "n D"]:
+        self.exists = torch.cat([self.exists, self.exists.new_ones(len(self.exists), 1)], dim=1)
+        return network(token, self.exists.long(), position, cache=self.cache)[0][:, 0]
+
+
+def _padded_prefill(network: Network, prompts: list[Tensor], extra: int) -> tuple[_Padded, Float[Tensor, "n D"]]:
+    from transformers import DynamicCache
+
+    distinct, owner = _distinct(prompts)
+    flipped, exists = (x.flip(1).to(network.device) for x in pad_right([p.flip(0) for p in distinct]))
+    position = (exists.long().cumsum(dim=1) - 1).clamp(min=0)
+    cache = _Padded(DynamicCache(config=network.config), exists)
+    states, _ = network(flipped, exists.long(), position, cache=cache.cache)
+    cache.keep(owner.to(network.device))
+    return cache, states[owner.to(network.device), -1]
+
+
+def _distinct(prompts: list[Tensor]) -> tuple[list[Tensor], Int64[Tensor, " n"]]:
+    """The different prompts, and which of them each is."""
+    index: dict[bytes, int] = {}
+    owner = [index.setdefault(p.cpu().numpy().tobytes(), len(index)) for p in prompts]
+    first = {o: i for i, o in reversed(list(enumerate(owner)))}
+    return [prompts[first[o]] for o in range(len(index))], torch.tensor(owner)

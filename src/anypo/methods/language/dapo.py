@@ -1,0 +1,76 @@
+"""DAPO: decoupled clip and dynamic sampling (arXiv:2503.14476).
+
+Four changes against GRPO: the upper clip is wider than the lower (clip-higher), the loss is a mean over tokens, responses near the length limit
+are penalized softly (overlong shaping), and prompts whose group is all right or all wrong are replaced by others until the batch is full
+(dynamic sampling). No KL. The equations (2, 4, 6, 8, 9 of the GRPO family) are the pure functions of grpo.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from anypo.batch import Batch
+from anypo.method import Paper, Reward, Rollout
+from anypo.methods.language.grpo import METHOD as GRPO
+from anypo.methods.language.grpo import keep, overlong
+from anypo.seams.objective import ClippedSurrogate
+from anypo.seams.reward import TaskReward
+from anypo.seams.rollout import OnPolicy
+from anypo.task import Prompt
+
+if TYPE_CHECKING:
+    from anypo.run import Run
+
+
+@dataclass
+class DynamicSampling:
+    """Replace prompts without contrast in their group by fresh ones, up to `max_rounds` times; then train on what there is."""
+
+    inner: Rollout = field(default_factory=OnPolicy)
+    max_rounds: int = 3  # rollouts a step at the most, >= 1
+
+    def __call__(self, prompts: list[Prompt], run: Run) -> Batch:
+        wanted, found, kept, samples = len(prompts), 0, [], prompts[0].samples
+        for round_number in range(self.max_rounds):
+            batch = self.inner(prompts, run)
+            reward = run.score_rewards(batch)
+            useful = keep(reward if reward.dim() == 1 else reward.sum(1), batch.group).bool()
+            batch.group = batch.group + wanted * round_number  # rounds must not share group numbers
+            kept.append(batch[useful])
+            found += len(torch.unique(kept[-1].group))
+            if found >= wanted:
+                break
+            prompts = [p.but(samples=samples) for p in run.task.prompts(wanted - found, run.rng)]
+        run.log(sampling_rounds=round_number + 1, prompts_with_contrast=found / wanted)
+        full = [part for part in kept if len(part)]
+        return Batch.concat(full) if full else batch
+
+
+@dataclass
+class OverlongShaping:
+    """The inner reward plus a soft penalty for responses that come close to the length limit."""
+
+    inner: Reward = field(default_factory=TaskReward)
+    coefficient: float = 1.0  # >= 0
+    buffer_share: float = 0.2  # of the limit, in (0,1]: where the penalty begins to grow
+
+    def __call__(self, batch: Batch, run: Run) -> Tensor:
+        reward = self.inner(batch, run)
+        limit = batch.horizon
+        penalty = self.coefficient * overlong(batch.lengths, limit, max(1, round(limit * self.buffer_share))).to(reward)
+        return reward + (penalty if reward.dim() == 1 else penalty[:, None] / reward.shape[1])
+
+
+METHOD = GRPO.but(
+    name="dapo",
+    paper=Paper("DAPO: An Open-Source LLM Reinforcement Learning System at Scale", "2503.14476", 2025),
+    summary="clip-higher, token-mean loss, soft penalty for overlong responses, prompts without contrast are resampled",
+    rollout=DynamicSampling(),
+    reward=OverlongShaping(),
+    objective=ClippedSurrogate(clip_low=0.2, clip_high=0.28, aggregation="token_mean"),
+    regularize=(),
+)

@@ -1,0 +1,1 @@
+"""reproductions of anypo."""

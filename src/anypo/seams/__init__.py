@@ -1,0 +1,1 @@
+"""seams of anypo."""

@@ -1,0 +1,133 @@
+"""Which action gets how much: the estimators that several methods share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from anypo.batch import Batch
+from anypo.seams.groups import broadcast, group_mean, masked_mean, masked_std, standardize
+from anypo.seams.reward import weighted_sum
+
+if TYPE_CHECKING:
+    from anypo.run import Run
+
+
+def group_relative(
+    reward: Float[Tensor, " N"], group: Int[Tensor, " N"], std: bool = True, ddof: int = 0, eps: float = 1e-6
+) -> Float[Tensor, " N"]:
+    """Reward minus the group's mean, over (group std + eps) when `std` (arXiv:2402.03300). Lone members and groups without spread get 0."""
+    if std:
+        return standardize(reward, group, ddof, eps)
+    return reward - group_mean(reward, group)
+
+
+class Estimate(NamedTuple):
+    """Advantages and the value targets that belong to them, [N,T] each."""
+
+    advantages: Tensor
+    returns: Tensor
+
+
+def gae(
+    reward: Tensor,
+    value: Tensor,
+    terminated: Tensor,
+    truncated: Tensor,
+    mask: Tensor,
+    gamma: float,
+    lam: float,
+    next_value: Tensor | None = None,
+    bootstrap_value: Tensor | None = None,
+) -> Estimate:
+    """Generalized advantage estimation (arXiv:1506.02438) with termination told apart from truncation (arXiv:1712.00378).
+
+    All [N,T]; `next_value` is the value of the observation reached before any auto-reset, or else `bootstrap_value` [N] follows the last action.
+    A terminated step has no value after it; a truncated one keeps its bootstrap but ends the trace.
+    """
+    if next_value is None:
+        last = bootstrap_value if bootstrap_value is not None else value.new_zeros(value.shape[0])
+        next_value = torch.cat([value[:, 1:], last[:, None]], dim=1)
+    zero = value.new_zeros(())
+    inside = mask.bool()
+    alive = 1 - terminated.to(value.dtype)
+    carry = alive * (1 - truncated.to(value.dtype))
+    following = torch.cat([inside[:, 1:], torch.zeros_like(inside[:, :1])], dim=1).to(value.dtype)
+    delta = torch.where(inside, reward + gamma * torch.where(alive > 0, next_value, zero) * alive - value, zero)
+    advantage, out = value.new_zeros(value.shape[0]), torch.zeros_like(delta)
+    for t in range(delta.shape[1] - 1, -1, -1):
+        advantage = delta[:, t] + gamma * lam * carry[:, t] * following[:, t] * advantage
+        out[:, t] = torch.where(inside[:, t], advantage, zero)
+    return Estimate(out, torch.where(inside, out + value, zero))
+
+
+def whiten(advantages: Tensor, mask: Tensor, eps: float = 1e-8) -> Float[Tensor, "N T"]:
+    """(A - mean) / (std + eps) over the masked actions [N,T], population std; 0 outside the mask."""
+    centred = (advantages - masked_mean(advantages, mask)) / (masked_std(advantages, mask) + eps)
+    return torch.where(mask.bool(), centred, torch.zeros_like(advantages))
+
+
+def dense_reward(batch: Batch, weights: tuple[float, ...] | None = None) -> Float[Tensor, "N T"]:
+    """The reward as [N,T]: dense values as they are, one number a row (or the weighted sum of K) at the row's last action."""
+    assert batch.reward is not None
+    if batch.reward_is_dense:
+        return batch.reward
+    total = weighted_sum(batch.reward, weights)
+    last = (batch.mask * torch.arange(1, batch.horizon + 1)).argmax(dim=1)
+    dense = total.new_zeros(batch.mask.shape)
+    dense[torch.arange(len(batch)), last] = torch.where(batch.lengths > 0, total, torch.zeros_like(total))
+    return dense
+
+
+@dataclass
+class GroupRelative:
+    """Reward relative to the other attempts at the same prompt (GRPO; without `std` Dr. GRPO)."""
+
+    std: bool = True  # divide by the group's standard deviation
+    ddof: int = 0  # 0 population, 1 sample standard deviation
+    eps: float = 1e-6  # > 0, added to the standard deviation
+    weights: tuple[float, ...] | None = None  # of the K rewards before they are compared; None = all 1
+
+    compares_group = True
+
+    def __call__(self, batch: Batch, run: Run) -> Tensor:
+        assert batch.reward is not None
+        reward = batch.outcome if batch.reward_is_dense else weighted_sum(batch.reward, self.weights)
+        return broadcast(group_relative(reward, batch.group, self.std, self.ddof, self.eps), batch.mask)
+
+
+@dataclass
+class GAE:
+    """Generalized advantage estimates from the critic; leaves the value targets in `batch.signals["returns"]`."""
+
+    gamma: float = 0.99  # discount, in [0,1]
+    lam: float = 0.95  # trace decay, in [0,1]
+    normalize: bool = True  # whiten over the batch
+
+    needs = frozenset({"old_value"})
+
+    def __call__(self, batch: Batch, run: Run) -> Tensor:
+        value = batch.signal("old_value")
+        terminated, truncated = per_action_ends(batch)
+        estimate = gae(dense_reward(batch), value, terminated, truncated, batch.mask, self.gamma, self.lam, batch.next_value)
+        batch.signals["returns"] = estimate.returns
+        return whiten(estimate.advantages, batch.mask) if self.normalize else estimate.advantages
+
+
+def per_action_ends(batch: Batch) -> tuple[Tensor, Tensor]:
+    """`terminated` and `truncated` as [N,T]; where they are given per row [N], they hold at the row's last action."""
+    ends = []
+    for flag in (batch.terminated, batch.truncated):
+        if flag is None:
+            flag = torch.zeros(len(batch), dtype=torch.bool)
+        if flag.dim() == 1:
+            last = (batch.mask * torch.arange(1, batch.horizon + 1)).argmax(dim=1)
+            spread = torch.zeros_like(batch.mask)
+            spread[torch.arange(len(batch)), last] = flag
+            flag = spread & batch.mask
+        ends.append(flag)
+    return ends[0], ends[1]

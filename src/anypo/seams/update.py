@@ -1,0 +1,115 @@
+"""How a loss becomes a step."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from anypo.batch import Batch
+from anypo.policy import Policy
+
+if TYPE_CHECKING:
+    from anypo.run import MethodLoss, Run
+
+OPTIMIZERS = {
+    "sgd": "torch.optim:SGD",
+    "adam": "torch.optim:Adam",
+    "adamw": "torch.optim:AdamW",
+    "rmsprop": "torch.optim:RMSprop",
+}
+
+
+@dataclass
+class GradientSteps:
+    """Epochs of optimizer steps over minibatches of the batch, with gradient clipping."""
+
+    epochs: int = 1  # passes over the batch, >= 1
+    minibatches: int = 1  # parts of the batch, each one optimizer step, >= 1
+    learning_rate: float | None = None  # > 0; None = the policy's own default
+    optimizer: str | None = None  # adamw, adam, sgd, ...; None = the policy's own default
+    weight_decay: float = 0.0  # >= 0
+    max_grad_norm: float | None = 1.0  # > 0; None = no clipping
+    unit: str = "auto"  # what is shuffled into minibatches: group, row or action; auto = action for memoryless policies, else group
+    value_learning_rate: float | None = None  # for parameters of role "value"; None = learning_rate
+
+    def __call__(self, batch: Batch, loss_fn: MethodLoss, run: Run) -> dict[str, float]:
+        optimizer = run.optimizer(self.build)
+        unit = ("action" if run.policy.memoryless else "group") if self.unit == "auto" else self.unit
+        totals: dict[str, list[float]] = {}
+        for _ in range(self.epochs):
+            for part in minibatches(batch, self.minibatches, unit, run.generator):
+                for name, value in self.one_step(part, loss_fn, optimizer, run).items():
+                    totals.setdefault(name, []).append(value)
+        return {name: sum(values) / len(values) for name, values in totals.items()}
+
+    def one_step(self, part: Batch, loss_fn: MethodLoss, optimizer: torch.optim.Optimizer, run: Run) -> dict[str, float]:
+        """Gradient, clip, optimizer step, zero; returns the loss, its metrics and the gradient norm."""
+        optimizer.zero_grad(set_to_none=True)
+        loss = run.backward(part, loss_fn)
+        norm = clip_gradients(run.policy, self.max_grad_norm)
+        if not torch.isfinite(norm):
+            raise FloatingPointError("the gradient is not finite; lower the learning rate or check the reward and the objective")
+        optimizer.step()
+        run.advance_version()
+        return {"loss": float(loss.value), **loss.metrics, "grad_norm": float(norm)}
+
+    def build(self, policy: Policy) -> torch.optim.Optimizer:
+        return build_optimizer(policy, self.optimizer, self.learning_rate, self.weight_decay, {"value": self.value_learning_rate})
+
+
+def build_optimizer(
+    policy: Policy, name: str | None, learning_rate: float | None, weight_decay: float = 0.0, role_rates: dict[str, float | None] | None = None
+) -> torch.optim.Optimizer:
+    """An optimizer over the policy's parameter groups, with a learning rate of its own for some roles. Raises ValueError for an unknown name."""
+    name = name or policy.optimizer
+    if name not in OPTIMIZERS:
+        raise ValueError(f"unknown optimizer '{name}'; use one of {', '.join(sorted(OPTIMIZERS))}")
+    module, _, attribute = OPTIMIZERS[name].partition(":")
+    factory: Any = getattr(importlib.import_module(module), attribute)
+    base = learning_rate or policy.learning_rate
+    groups = [dict(g, lr=(role_rates or {}).get(g.get("role", ""), None) or base) for g in policy.parameter_groups() if g["params"]]
+    return factory(groups, lr=base, weight_decay=weight_decay)
+
+
+def clip_gradients(policy: Policy, max_norm: float | None) -> Tensor:
+    """Scale all gradients to a total norm of at most `max_norm`; returns the norm before."""
+    parameters = [p for p in policy.parameters() if p.grad is not None]
+    if not parameters:
+        return torch.zeros(())
+    return torch.nn.utils.clip_grad_norm_(parameters, float("inf") if max_norm is None else max_norm)
+
+
+def minibatches(batch: Batch, parts: int, unit: str, generator: torch.Generator) -> Iterator[Batch]:
+    """The batch in `parts` random pieces of whole groups, rows or actions. One part is the batch itself, untouched."""
+    if unit not in ("group", "row", "action"):
+        raise ValueError(f"unknown minibatch unit '{unit}'; use auto, group, row or action")
+    if parts <= 1:
+        yield batch
+        return
+    if unit == "action":
+        batch = flatten_actions(batch)
+    keys = batch.group if unit == "group" else torch.arange(len(batch))
+    _, index = torch.unique(keys, return_inverse=True)
+    order = torch.randperm(int(index.max()) + 1, generator=generator)
+    for chosen in order.chunk(min(parts, len(order))):
+        yield batch[torch.isin(index, chosen).nonzero().flatten()] if unit == "group" else batch[chosen]
+
+
+def flatten_actions(batch: Batch) -> Batch:
+    """N trajectories of T actions as rows of one action each: every tensor [N,T,...] becomes [M,1,...] over the M counted actions."""
+    horizon, chosen = batch.horizon, batch.counted.flatten().nonzero().flatten()
+
+    def flat(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == horizon:
+            return value.flatten(0, 1)[chosen].unsqueeze(1)
+        if isinstance(value, Tensor):
+            return value.repeat_interleave(horizon, dim=0)[chosen]
+        return value if value is None else [value[i // horizon] for i in chosen.tolist()]
+
+    changed = {name: flat(getattr(batch, name)) for name in Batch.__dataclass_fields__ if name not in ("signals", "objectives")}
+    return Batch(**changed, objectives=batch.objectives, signals={name: flat(value) for name, value in batch.signals.items()})

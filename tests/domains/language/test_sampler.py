@@ -1,0 +1,173 @@
+"""Sampler: what it draws has the right distribution, and what it records is what the policy evaluates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from anypo.batch import Batch
+from anypo.domains.language import sampler
+from anypo.domains.language.policy import LanguagePolicy
+from anypo.domains.language.sampler import Samples, draw_by_weight, nucleus, sample
+
+torch.set_num_threads(1)
+SIZE = {"vocab_size": 30, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+PROMPTS = [torch.tensor(p) for p in ([1, 5, 6, 7, 8], [1, 9], [1, 5, 6], [1, 9])]
+
+
+def tiny(kind: str = "llama") -> Any:
+    torch.manual_seed(0)
+    if kind == "llama":
+        return LlamaForCausalLM(LlamaConfig(**SIZE, max_position_embeddings=64, initializer_range=0.3)).eval()
+    if kind == "qwen3":
+        return Qwen3ForCausalLM(Qwen3Config(**SIZE, head_dim=8, max_position_embeddings=64, initializer_range=0.3)).eval()
+    return MistralForCausalLM(MistralConfig(**SIZE, sliding_window=4, max_position_embeddings=64, initializer_range=0.3)).eval()
+
+
+class NoTokenizer:
+    """A policy that is never asked for text."""
+
+    chat_template, eos_token_id, pad_token_id, model_max_length = None, 2, 0, 64
+
+
+def draw(model: Any, seed: int = 0, **settings: Any) -> Samples:
+    defaults = {"samples": [3, 2, 4, 1], "max_tokens": 12, "eos_ids": (2, 3, 4), "want_entropy": True}
+    return sample(model, PROMPTS, **(defaults | settings), generator=torch.Generator().manual_seed(seed))
+
+
+def as_batch(found: Samples, temperature: Tensor) -> Batch:
+    context = [PROMPTS[i] for i in found.source.tolist()]
+    return Batch(found.tokens, found.valid, found.logp, found.source, context, signals={"temperature": temperature})
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral"])
+def test_recorded_logprobs_are_those_the_policy_evaluates(kind: str) -> None:
+    policy = LanguagePolicy(tiny(kind), NoTokenizer())
+    heats = [1.0, 0.7, 1.4, 1.0]
+    found = draw(policy.network, temperature=heats)
+    assert found.source.tolist() == [0, 0, 0, 1, 1, 2, 2, 2, 2, 3]
+    lengths = found.valid.sum(1)
+    assert lengths.min() < lengths.max(), "the seed must give rows that end early, else compaction is not tested"
+    signals = policy.evaluate(as_batch(found, torch.tensor(heats)[found.source]), {"logp", "entropy"})
+    torch.testing.assert_close(signals.logp.detach(), found.logp, atol=1e-4, rtol=0)
+    torch.testing.assert_close(signals.entropy.detach(), found.entropy, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_rows_end_with_their_end_token_and_not_after(kind: str) -> None:
+    found = draw(tiny(kind))
+    for tokens, valid, finished in zip(found.tokens, found.valid, found.finished, strict=True):
+        count = int(valid.sum())
+        assert valid[:count].all()
+        is_end = torch.isin(tokens[:count], torch.tensor([2, 3, 4]))
+        assert not is_end[:-1].any()
+        assert bool(is_end[-1]) == bool(finished)
+        assert finished or count == 12
+        assert (tokens[count:] == 0).all()
+    assert (found.logp[~found.valid] == 0).all()
+
+
+def test_equal_generators_give_equal_samples() -> None:
+    model = tiny()
+    first, again, other = draw(model, 5), draw(model, 5), draw(model, 6)
+    assert torch.equal(first.tokens, again.tokens)
+    assert torch.equal(first.logp, again.logp)
+    assert first.tokens.shape != other.tokens.shape or not torch.equal(first.tokens, other.tokens)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral"])
+def test_greedy_decoding_equals_that_of_transformers(kind: str) -> None:
+    model = tiny(kind)
+    found = draw(model, samples=1, greedy=True, max_tokens=10, eos_ids=())
+    for prompt, tokens in zip(PROMPTS, found.tokens, strict=True):
+        expected = model.generate(prompt[None], max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert tokens.tolist() == expected[0, len(prompt) :].tolist()
+
+
+def test_frequencies_follow_the_tempered_distribution() -> None:
+    model, prompt = tiny(), PROMPTS[0]
+    found = sample(model, [prompt], 20_000, max_tokens=1, temperature=2.0, generator=torch.Generator().manual_seed(0), eos_ids=())
+    expected = (model(prompt[None]).logits[0, -1] / 2.0).softmax(0).detach()
+    observed = torch.bincount(found.tokens[:, 0], minlength=30) / 20_000
+    assert (observed - expected).abs().max() < 4 * (0.25 / 20_000) ** 0.5
+
+
+def test_a_prompt_is_read_once_for_all_its_samples() -> None:
+    model, sizes = tiny(), []
+    model.model.register_forward_pre_hook(lambda _, __, kwargs: sizes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True)
+    network = sampler.Network(model)
+    sizes.clear()
+    sample(network, PROMPTS, 4, max_tokens=3, generator=torch.Generator(), eos_ids=())
+    assert sizes == [(1, 6), (16, 1), (16, 1)]  # 1 5 6 7 8 and 9: common beginnings are read once as well
+
+
+def test_finished_rows_are_not_computed() -> None:
+    network, sizes = sampler.Network(tiny()), []
+    network.body.register_forward_pre_hook(lambda _, __, kwargs: sizes.append(kwargs["input_ids"].shape[0]), with_kwargs=True)
+    found = draw(network)
+    running = [int(found.valid[:, t].sum()) for t in range(1, found.valid.shape[1])]
+    assert sizes[1:] == running
+    assert running[-1] < running[0]
+
+
+def test_limits_and_stops_of_single_rows() -> None:
+    model = tiny()
+    found = draw(model, max_tokens=[0, 1, 5, 3], eos_ids=())
+    assert found.valid.sum(1).tolist() == [0, 0, 0, 1, 1, 5, 5, 5, 5, 3]
+    assert not found.finished.any()
+    stopped = draw(model, eos_ids=(), stop=lambda tokens, source: (tokens.shape[1] == 2 + source))
+    assert stopped.valid.sum(1).tolist() == [2, 2, 2, 3, 3, 4, 4, 4, 4, 5]
+    assert stopped.finished.all()
+    assert draw(model, max_tokens=0).tokens.shape == (10, 0)
+
+
+def test_waves_cover_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler, "CACHE_BYTES", 40_000)
+    policy = LanguagePolicy(tiny(), NoTokenizer())
+    found = draw(policy.network, samples=5)
+    assert found.valid[:, 0].all()
+    signals = policy.evaluate(as_batch(found, torch.ones(20)), {"logp"})
+    torch.testing.assert_close(signals.logp.detach(), found.logp, atol=1e-4, rtol=0)
+
+
+def test_continuing_a_greedy_prefix_gives_the_same_tokens() -> None:
+    model = tiny()
+    whole = draw(model, samples=1, greedy=True, eos_ids=(), max_tokens=8)
+    prefixes = [torch.cat([p, t[:5]]) for p, t in zip(PROMPTS, whole.tokens, strict=True)]
+    rest = sample(model, prefixes, 1, max_tokens=3, generator=torch.Generator(), eos_ids=(), greedy=True)
+    assert torch.equal(rest.tokens, whole.tokens[:, 5:])
+    torch.testing.assert_close(rest.logp, whole.logp[:, 5:], atol=1e-4, rtol=0)
+
+
+def test_inversion_over_a_large_vocabulary() -> None:
+    weight = torch.zeros(3, 700)
+    weight[:, [3, 299, 699]] = torch.tensor([1.0, 2.0, 1.0])
+    uniform = torch.tensor([0.0, 0.5, 0.999999], dtype=torch.float64)
+    assert draw_by_weight(weight, uniform).tolist() == [3, 299, 699]
+    grid = (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000
+    counts = torch.bincount(draw_by_weight(weight[:1].expand(4000, -1), grid), minlength=700)
+    assert counts[[3, 299, 699]].tolist() == [1000, 2000, 1000]
+
+
+def test_nucleus_keeps_the_smallest_set_that_is_heavy_enough() -> None:
+    weight = torch.tensor([[1.0, 4.0, 3.0, 2.0]])
+    assert nucleus(weight, 0.6).tolist() == [[0.0, 4.0, 3.0, 0.0]]
+    assert nucleus(weight, 0.7).tolist() == [[0.0, 4.0, 3.0, 0.0]]
+    assert nucleus(weight, 0.71).tolist() == [[0.0, 4.0, 3.0, 2.0]]
+    assert nucleus(weight, 0.01).tolist() == [[0.0, 4.0, 0.0, 0.0]]
+    found = draw(tiny(), top_p=1e-6, eos_ids=())
+    assert torch.equal(found.tokens, draw(tiny(), greedy=True, eos_ids=()).tokens)
+
+
+def test_bad_input_is_one_sentence() -> None:
+    model, generator = tiny(), torch.Generator()
+    with pytest.raises(ValueError, match="prompt 0 is empty"):
+        sample(model, [torch.tensor([], dtype=torch.int64)], 1, max_tokens=1, generator=generator, eos_ids=())
+    with pytest.raises(ValueError, match="temperatures must be positive"):
+        draw(model, temperature=0.0)
+    with pytest.raises(ValueError, match="top_p"):
+        draw(model, top_p=0.0)

@@ -1,0 +1,14 @@
+"""Where a golden file's slug or signature differs from the library's: which modules hold a file's quantities, and one-line adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+# Golden files that cover several rows, or a shared baseline without a row of its own: the modules to look in, in order.
+MODULES: dict[str, list[str]] = {
+    "rloo_reinforce_pp": ["anypo.methods.language.rloo", "anypo.methods.language.reinforce_pp"],
+}
+
+# (slug, quantity) -> a function of the case's keyword arguments.
+ADAPTERS: dict[tuple[str, str], Callable[..., Any]] = {}
