@@ -55,14 +55,19 @@ def modules() -> dict[str, str]:
     return found
 
 
-def get(slug: str, domain: str | None = None) -> Method | Study:
-    """The method or study named `slug`, in its form for `domain` where it has one. Raises KeyError with the nearest names."""
+def find(slug: str) -> str:
+    """The module of `slug`. Raises KeyError with the nearest names."""
     known = modules()
     if slug not in known:
         near = difflib.get_close_matches(slug, known, 3, 0.5)
         hint = f"; did you mean {' or '.join(near)}?" if near else "; `anypo list` shows them all"
         raise KeyError(f"unknown method '{slug}'{hint}")
-    module = importlib.import_module(known[slug])
+    return known[slug]
+
+
+def get(slug: str, domain: str | None = None) -> Method | Study:
+    """The method or study named `slug`, in its form for `domain` where it has one. Raises KeyError with the nearest names."""
+    module = importlib.import_module(find(slug))
     variants = getattr(module, "FOR_DOMAIN", {})
     return variants.get(domain) or getattr(module, "METHOD", None) or module.STUDY
 

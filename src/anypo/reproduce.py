@@ -128,6 +128,23 @@ def reproduce(rows: Iterable[tuple[str, str]], *, quick: bool = False, jobs: int
     return results
 
 
+def reproduce_slugs(*slugs: str, quick: bool = False, jobs: int = 1, domain: str | None = None, done: Callable[[dict[str, Any]], None] | None = None) -> list[dict[str, Any]]:
+    """Run the claims of the named rows, or of all rows when none is named. Raises KeyError for an unknown row, ValueError for one without claims."""
+    from anypo import catalogue
+
+    if not slugs:
+        rows = [(e.slug, catalogue.reproduction(e.slug)) for e in catalogue.entries() if domain in (None, e.domain)]
+        return reproduce([(slug, module) for slug, module in rows if module], quick=quick, jobs=jobs, done=done)
+    chosen = []
+    for slug in slugs:
+        catalogue.find(slug)
+        module = catalogue.reproduction(slug)
+        if module is None:
+            raise ValueError(f"{slug} has no claims yet")
+        chosen.append((slug, module))
+    return reproduce(chosen, quick=quick, jobs=jobs, done=done)
+
+
 def _guarded(experiment: Experiment) -> Evidence:
     try:
         return experiment()

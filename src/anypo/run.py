@@ -45,11 +45,13 @@ class Run:
     """The running experiment that every seam receives."""
 
     def __init__(
-        self, method: Method, policy: Policy, task: Task, *, steps: int, seed: int = 0, out: Path | None = None, checkpoint_every: int = 25
-    ) -> None:
-        """`steps`: optimizer-loop iterations in total; `out`: folder for metrics and checkpoints, None keeps both in memory only."""
+        self, method: Method, policy: Policy, task: Task, *, steps: int, seed: int = 0, out: Path | None = None, checkpoint_every: int = 25,
+        max_actions: int | None = None,
+    ) -> None:  # fmt: skip
+        """`steps`: iterations of the loop in total; `max_actions`: stop earlier, once so many actions were generated (an equal budget for
+        methods that use a step differently); `out`: folder for metrics and checkpoints, None keeps both in memory only."""
         self.recipe = method.fresh()
-        self.policy, self.task, self.total_steps, self.seed = policy, task, steps, seed
+        self.policy, self.task, self.total_steps, self.max_actions, self.seed = policy, task, steps, max_actions, seed
         self.generator = torch.Generator().manual_seed(seed)
         self.rng = np.random.default_rng(seed)
         self.step = 0
@@ -69,6 +71,16 @@ class Run:
         self.store = MetricsStore(out / "metrics.jsonl") if out is not None else None
         self._start_stage()
 
+    @property
+    def progress(self) -> float:
+        """Share of the run that is done, in [0,1]: of its steps, or of its action budget when that is further."""
+        spent = self.actions / self.max_actions if self.max_actions else 0.0
+        return min(1.0, max(self.step / self.total_steps if self.total_steps else 1.0, spent))
+
+    @property
+    def finished(self) -> bool:
+        return self.progress >= 1.0
+
     # -- the method and its stages ---------------------------------------------------------------------------------------------------------
 
     def _start_stage(self) -> bool:
@@ -76,8 +88,8 @@ class Run:
         stages = self.recipe.stages
         done, index = 0.0, 0
         for index, stage in enumerate(stages):
-            done += stage.share * self.total_steps
-            if self.step < round(done):
+            done += stage.share
+            if self.progress < done - 1e-9:
                 break
         if index == self._stage:
             return False
@@ -106,10 +118,18 @@ class Run:
 
     # -- trajectories, rewards, signals --------------------------------------------------------------------------------------------------
 
-    def collect(self, prompts: list[Prompt]) -> Batch:
-        """Trajectories of the task under the current policy; counts the generated actions."""
-        with self.timed("generate"), torch.no_grad():
-            batch = self.task.collect(prompts, self)
+    def collect(self, prompts: list[Prompt], which: str = "policy") -> Batch:
+        """Trajectories of the task under the current policy, or under a named one; counts the generated actions."""
+        current = self.policy
+        if which != "policy":
+            self.policy = self.named_policy(which)
+        try:
+            with self.timed("generate"), torch.no_grad():
+                batch = self.task.collect(prompts, self)
+        finally:
+            self.policy = current
+        if which != "policy":
+            batch.signals["sampled_elsewhere"] = torch.ones(len(batch), dtype=torch.bool)
         self.actions += int(batch.mask.sum())
         if batch.version is None:
             batch.version = torch.full((len(batch),), self.version)
@@ -212,7 +232,7 @@ class Run:
         if self.store is not None:
             self.store.append(record)
         self.history.append(record)
-        if self.out is not None and (self.step % self.checkpoint_every == 0 or self.step == self.total_steps):
+        if self.out is not None and (self.step % self.checkpoint_every == 0 or self.finished):
             self.save()
 
     def state_dict(self) -> dict[str, Any]:
@@ -270,5 +290,5 @@ class Run:
             return False
         self.load_state_dict(state)
         self.store.truncate_after(self.step - 1)
-        self.history = self.store.read(self.store.path)
+        self.history = self.store.records()
         return True

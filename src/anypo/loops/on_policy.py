@@ -11,7 +11,7 @@ from anypo.run import Run
 
 def train(run: Run) -> Run:
     """Run all remaining steps. Raises ValueError for what the user can mend (a reward that is not finite, groups of one)."""
-    while run.step < run.total_steps:
+    while not run.finished:
         step(run)
     return run
 

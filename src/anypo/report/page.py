@@ -283,10 +283,10 @@ def _table(methods: list[Mapping[str, Any]]) -> str:
         singles = ", ".join(number(v) for v in _leaves((method.get("final") or {}).get("per_seed")))
         seconds = method.get("seconds")
         cells = [
-            f'<td><span class="dot" style="background:{plots.color(i)}"></span>{escape(plain(method.get("slug")))}</td>',
+            f'<td class="first"><span class="dot" style="background:{plots.color(i)}"></span>{escape(plain(method.get("slug")))}</td>',
             f'<td class="number"><b>{number(iqm)}</b></td>',
             f'<td class="number">{number(low)} to {number(high)}</td>',
-            f"<td>{singles}</td>",
+            f'<td class="runs">{singles}</td>',
             f'<td class="number">{duration(seconds) if isinstance(seconds, int | float) else NOTHING}</td>',
         ]
         rows.append(f"<tr>{''.join(cells)}</tr>")

@@ -266,8 +266,12 @@ def _axes(figure: Figure, x_label: str, y_label: str) -> Axes:
 
 def _label(text: str) -> str:
     """One line of valid characters, short enough to leave room for the data."""
-    line = " ".join(text.encode("utf-8", "replace").decode().split())
+    line = _line(text)
     return line if len(line) <= LONGEST_LABEL else line[: LONGEST_LABEL - 1] + "…"
+
+
+def _line(text: str) -> str:
+    return " ".join(text.encode("utf-8", "replace").decode().split())
 
 
 def _legend(figure: Figure, entries: int) -> None:
@@ -289,7 +293,7 @@ def _svg(figure: Figure, description: str) -> str:
     body = re.sub(r"\s*\n\s*", "\n", re.sub(r"<defs>\s*</defs>|<g/>", "", body)).strip()
     prefix = "f" + hashlib.sha256(body.encode("utf-8", "replace")).hexdigest()[:8] + "-"
     body = re.sub(r"<[^>]+>", lambda tag: tag[0].replace("@@", prefix), body)
-    label = html.escape(description, quote=True)
+    label = html.escape(_line(description), quote=True)
     width = round(float(box.split()[2]) * 4 / 3)  # points to CSS pixels: the largest useful size; a page may show it smaller
     attributes = f'viewBox="{box}" width="{width}" font-family="{FONT}" stroke-linejoin="round"'
     return f'<svg class="figure" role="img" aria-label="{label}" {attributes}>\n{body}'

@@ -8,6 +8,7 @@ any cleverness in decoding; a training step takes a few milliseconds as it is.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
 
@@ -66,10 +67,7 @@ class GruPolicy(Policy):
 
     def encode(self, text: str) -> Int[Tensor, " L"]:
         """Tokens of a text. Raises ValueError for a character outside the alphabet."""
-        unknown = sorted(set(text) - set(self.alphabet))
-        if unknown:
-            raise ValueError(f"the character '{unknown[0]}' is not in this policy's alphabet '{self.alphabet}'; pass GruPolicy(alphabet=...)")
-        return torch.tensor([self.alphabet.index(c) + 1 for c in text], dtype=torch.int64)
+        return _encode(self.alphabet, text)
 
     def decode(self, tokens: Tensor) -> str:
         """The text before the first end token."""
@@ -180,6 +178,14 @@ class GruPolicy(Policy):
         if int(lengths.min()) == 0:
             raise ValueError(f"prompt {int(lengths.argmin())} is empty; a prompt needs at least one token")
         return lengths
+
+
+@functools.lru_cache(maxsize=8192)
+def _encode(alphabet: str, text: str) -> Tensor:
+    unknown = sorted(set(text) - set(alphabet))
+    if unknown:
+        raise ValueError(f"the character '{unknown[0]}' is not in this policy's alphabet '{alphabet}'; pass GruPolicy(alphabet=...)")
+    return torch.tensor([alphabet.index(c) + 1 for c in text], dtype=torch.int64)
 
 
 class ToyArith:
@@ -422,11 +428,12 @@ def warm_start(policy: GruPolicy, task: ToyArith, target: float = 0.3, seed: int
     Deterministic. Raises ValueError when it is not reached (the target lies above what the demonstrations show).
     """
     rng = np.random.default_rng(seed)
-    optimizer = torch.optim.Adam(policy.parameters(), lr=3e-3)
+    optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
+    interval, judged = (2, task.training) if not task.steps else (10, task.training[:: max(len(task.training) // 64, 1)])
     success = 0.0
     for step in range(WARM_START_LIMIT):
-        if step % 5 == 0:
-            success = task.expected_success(policy, task.training)
+        if step % interval == 0:
+            success = task.expected_success(policy, judged)
             if success >= target:
                 return success
         batch = forced_batch(policy, task.demonstrations(64, rng))

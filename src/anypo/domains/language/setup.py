@@ -1,0 +1,62 @@
+"""How a language run is put together from names: a task, a model, and the stand-ins."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from pathlib import Path
+from typing import Any
+
+from anypo.policy import Policy
+from anypo.task import Task
+
+DEFAULT_TASK = "arithmetic"
+DEFAULT_MODEL = "builtin"
+TOYS = ("token_bandit", "toy_arith", "key_chain")
+
+
+def owns(task: str) -> bool:
+    """Whether this domain knows the task by name. `jsonl:`, `hf:` and `reasoning_gym:` tasks are its own."""
+    from anypo.domains.language.problems import PROBLEMS
+
+    return task in TOYS or task in PROBLEMS or task.split(":")[0] in ("jsonl", "hf", "reasoning_gym", "calculator", "grid", "textarena", "textworld")
+
+
+def build(task: Any, model: str | None, *, needs: Set[str] = frozenset(), seed: int = 0, **options: Any) -> tuple[Policy, Task]:
+    """Policy and task. `options`: `rewards`, `max_tokens`, ... go to the task, `lora_rank`, `dtype`, `token_budget`, ... to the model.
+
+    Raises ValueError for an unknown task, model or option.
+    """
+    if task in TOYS:
+        return _toy(task, seed, needs, options)
+    from anypo.domains.language.models import load_policy
+    from anypo.domains.language.tasks import make_task
+
+    model_options = {k: options.pop(k) for k in list(options) if k in ("lora_rank", "dtype", "token_budget", "gradient_checkpointing", "temperature")}
+    built = make_task(task, **options)
+    policy = load_policy(model or DEFAULT_MODEL, value_head="value" in needs, **model_options)
+    return policy, built
+
+
+def load(folder: Path, needs: Set[str] = frozenset()) -> Policy:
+    """A policy saved by a run."""
+    from anypo.domains.language.models import load_policy
+
+    return load_policy(str(folder), value_head="value" in needs)
+
+
+def _toy(task: str, seed: int, needs: Set[str], options: dict[str, Any]) -> tuple[Policy, Task]:
+    if task == "token_bandit":
+        from anypo.domains.language.toys.token_bandit import TokenBandit
+
+        bandit = TokenBandit(seed=seed, **options)
+        policy = bandit.policy()
+        policy.learning_rate = float(bandit.count)  # an SGD step of 1 for each prompt
+        return policy, bandit
+    if task == "toy_arith":
+        from anypo.domains.language.toys.toy_arith import make_toy_arith
+
+        return make_toy_arith(seed=seed, value_head="value" in needs, **options)
+    from anypo.domains.language.toys.key_chain import KeyChain
+
+    chain = KeyChain(seed=seed, **options)
+    return chain.policy(), chain
