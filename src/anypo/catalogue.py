@@ -100,11 +100,21 @@ def _describe(slug: str, name: str) -> dict[str, Any]:
     seams: list[str] = []
     kind = getattr(item, "kind", "method")
     if isinstance(item, Method):
-        changed = {path.split(".")[0] for path, _, _ in item.diff()} if item.base else {s for s in SEAMS if getattr(item, s) not in ((), None)}
+        changed = (
+            {path.split(".")[0] for path, _, _ in item.diff()} if item.base else {s for s in SEAMS if getattr(item, s) not in ((), None)}
+        )
         seams = [s for s in SEAMS if s in changed]
     claims = claims_of(importlib.import_module(reproduction(slug) or "")) if reproduction(slug) else []
     status = "no claims" if not claims else "reproduced" if all(c.reproduced for c in claims) else "partly reproduced"
-    return {"name": title(module), "domain": name.split(".")[2], "kind": kind, "seams": seams, "paper": str(item.paper), "module": name, "status": status}
+    return {
+        "name": title(module),
+        "domain": name.split(".")[2],
+        "kind": kind,
+        "seams": seams,
+        "paper": str(item.paper),
+        "module": name,
+        "status": status,
+    }
 
 
 def _toml(value: Any) -> str:

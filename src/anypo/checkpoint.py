@@ -42,7 +42,9 @@ def pack(value: Any, tensors: dict[str, torch.Tensor], path: str = "") -> Any:
         return value.item()
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise TypeError(f"cannot store a {type(value).__name__} at '{path}' in a checkpoint; keep numbers, strings, tensors, lists and dicts in states")
+    raise TypeError(
+        f"cannot store a {type(value).__name__} at '{path}' in a checkpoint; keep numbers, strings, tensors, lists and dicts in states"
+    )
 
 
 def unpack(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
@@ -79,7 +81,9 @@ def save(folder: Path, step: int, state: dict[str, Any], keep: int = 2) -> Path:
         _flush(folder)
     except OSError as error:
         shutil.rmtree(draft, ignore_errors=True)
-        raise OSError(f"could not write the checkpoint of step {step} to {folder} ({error.strerror or error}); the earlier ones are untouched") from error
+        raise OSError(
+            f"could not write the checkpoint of step {step} to {folder} ({error.strerror or error}); the earlier ones are untouched"
+        ) from error
     for old in sorted(folder.glob("step-*"))[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return final

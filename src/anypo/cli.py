@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -91,7 +91,9 @@ def train(
     resume: Path | None = None,
     engine: str = "local",
     log: str | None = None,
-    option: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="for the task or model: max_tokens, lora_rank, ...")] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="for the task or model: max_tokens, lora_rank, ...")
+    ] = None,
     evaluate_every: Annotated[int, typer.Option(help="held-out evaluation every so many steps; 0 = only before and after")] = 0,
     checkpoint_every: int = 25,
     json_: AsJson = False,
@@ -106,17 +108,30 @@ def train(
     seams = {"prepare": prepare, "select": select, "rollout": rollout, "reward": reward, "credit": credit, "objective": objective,
              "regularize": regularize, "update": update, "control": control}  # fmt: skip
     arguments: dict[str, Any] = {"task": task, "env": env, "model": model, "steps": steps, "seed": seed}
-    arguments |= {"settings": _pairs(set_, "--set"), "seams": {k: v for k, v in seams.items() if v}, **_pairs(option, "--option", literal=True)}
+    arguments |= {
+        "settings": _pairs(set_, "--set"),
+        "seams": {k: v for k, v in seams.items() if v},
+        **_pairs(option, "--option", literal=True),
+    }
     if resume is not None:
         arguments |= api.arguments_of(resume, slug)
     with _progress(arguments["steps"], quiet=json_) as advance:
         result = api.train(
-            slug, out=out, resume=resume, log=log, evaluate_every=evaluate_every, checkpoint_every=checkpoint_every, on_step=advance, **arguments
+            slug,
+            out=out,
+            resume=resume,
+            log=log,
+            evaluate_every=evaluate_every,
+            checkpoint_every=checkpoint_every,
+            on_step=advance,
+            **arguments,
         )
     if json_:
         print(json.dumps(result.as_json()))
         return
-    print(f"{result.slug} on {result.task} ({result.model}): {result.steps} steps in {result.seconds:.1f} s, {result.tokens_per_second:,.0f} tokens/s")
+    print(
+        f"{result.slug} on {result.task} ({result.model}): {result.steps} steps in {result.seconds:.1f} s, {result.tokens_per_second:,.0f} tokens/s"
+    )
     for name, after in result.after.items():
         print(f"  {name:<14}{result.before.get(name, float('nan')):>9.3f} -> {after:.3f}")
     if result.out:
@@ -188,7 +203,11 @@ def eval_(target: str, task: str | None = None, k: str = "1", seed: int = 0, jso
         print(json.dumps(found))
         return
     for name, value in found.items():
-        print(f"{name:<12}{value['value']:.3f}  [{value['low']:.3f}, {value['high']:.3f}]" if isinstance(value, dict) else f"{name:<12}{value}")
+        print(
+            f"{name:<12}{value['value']:.3f}  [{value['low']:.3f}, {value['high']:.3f}]"
+            if isinstance(value, dict)
+            else f"{name:<12}{value}"
+        )
 
 
 @app.command()
@@ -209,10 +228,8 @@ def _pairs(items: list[str] | None, option: str, literal: bool = False) -> dict[
             raise ValueError(f"{option} takes NAME=VALUE, not '{item}'")
         found[name] = value
         if literal:
-            try:
+            with suppress(ValueError, SyntaxError):  # plain text stays text
                 found[name] = ast.literal_eval(value)
-            except (ValueError, SyntaxError):
-                pass
     return found
 
 

@@ -23,7 +23,7 @@ MANY_STEPS = 1_000_000  # no limit, when actions are the budget
 
 
 def parse_budget(budget: str) -> tuple[str, int]:
-    """"tokens", "steps", or with an amount "tokens=50000". Raises ValueError for anything else."""
+    """ "tokens", "steps", or with an amount "tokens=50000". Raises ValueError for anything else."""
     kind, _, amount = budget.partition("=")
     if kind not in DEFAULTS or (amount and not amount.replace("_", "").isdigit()) or (amount and int(amount) < 1):
         raise ValueError(f"a budget is tokens, steps, tokens=N or steps=N with N at least 1, not '{budget}'")
@@ -77,7 +77,9 @@ def run_one(job: Mapping[str, Any]) -> dict[str, Any]:
 
     from anypo import api
 
-    name = f"{job['slug']}-{job['task'] or job['env'] or 'default'}-{job['seed']}-{job['kind']}{job['amount']}".replace(":", "_").replace("/", "_")
+    name = f"{job['slug']}-{job['task'] or job['env'] or 'default'}-{job['seed']}-{job['kind']}{job['amount']}".replace(":", "_").replace(
+        "/", "_"
+    )
     path = Path(job["folder"]) / "results" / f"{name}.json"
     if path.exists():
         return read_json(path)
@@ -87,8 +89,8 @@ def run_one(job: Mapping[str, Any]) -> dict[str, Any]:
         result = identity | _train(job)
     except Exception as error:  # one failing run must not end an unattended comparison; it is reported as failed
         result = identity | {"error": f"{type(error).__name__}: {error}"}
-    write_json_atomic(path, result | {"anypo": api.command(job["slug"], {"steps": job["amount"], "seed": job["seed"], "model_argument": job["model"],
-                                                           "env": job["env"], "task_argument": job["task"], "settings": job["settings"]})})  # fmt: skip
+    arguments = api.run_arguments(job["amount"], job["seed"], job["settings"], {}, job["task"], job["env"], job["model"], job["options"])
+    write_json_atomic(path, result | {"command": api.command(job["slug"], arguments)})
     return read_json(path)
 
 
@@ -100,7 +102,14 @@ def _train(job: Mapping[str, Any]) -> dict[str, Any]:
         job["slug"], task=job["task"], env=job["env"], model=job["model"], seed=job["seed"], settings=job["settings"], **job["options"]
     )
     by_steps = job["kind"] == "steps"
-    run = Run(method, policy, task, steps=job["amount"] if by_steps else MANY_STEPS, seed=job["seed"], max_actions=None if by_steps else job["amount"])
+    run = Run(
+        method,
+        policy,
+        task,
+        steps=job["amount"] if by_steps else MANY_STEPS,
+        seed=job["seed"],
+        max_actions=None if by_steps else job["amount"],
+    )
     first = task.evaluate(run)
     metric = next(iter(first))
     curve = [(0.0, first[metric])]
@@ -115,7 +124,7 @@ def _train(job: Mapping[str, Any]) -> dict[str, Any]:
     loops.named(method.loop)(run)
     after = task.evaluate(run)
     return {
-        "metric": metric, "task": task.name, "x": [x for x, _ in curve], "y": [y for _, y in curve], "before": first, "after": after, "final": after[metric],
+        "metric": metric, "x": [x for x, _ in curve], "y": [y for _, y in curve], "before": first, "after": after, "final": after[metric],
         "steps": run.step, "actions": run.actions, "seconds": round(time.perf_counter() - start, 1),
         "samples_before": before, "samples_after": api.sample_completions(run),
     }  # fmt: skip
@@ -124,10 +133,18 @@ def _train(job: Mapping[str, Any]) -> dict[str, Any]:
 def summarize(slugs: list[str], tasks: list[Any], results: list[dict[str, Any]], about: dict[str, Any]) -> dict[str, Any]:
     """The comparison as plain data: per task and over all tasks, every method's IQM with a 95% interval, curves, samples and commands."""
     names = list(dict.fromkeys(r["task"] for r in results))
-    per_task = [{"task": t, "methods": [_method(slug, [r for r in results if r["task"] == t and r["slug"] == slug]) for slug in slugs]} for t in names]
+    per_task = [
+        {"task": t, "methods": [_method(slug, [r for r in results if r["task"] == t and r["slug"] == slug]) for slug in slugs]}
+        for t in names
+    ]
     overall = [_method(slug, [r for r in results if r["slug"] == slug]) for slug in slugs] if len(names) > 1 else per_task[0]["methods"]
     failures = [{k: r[k] for k in ("slug", "task", "seed", "error")} for r in results if "error" in r]
-    return about | {"task": ", ".join(map(str, names)), "methods": overall, "tasks": per_task if len(names) > 1 else [], "failures": failures}
+    return about | {
+        "task": ", ".join(map(str, names)),
+        "methods": overall,
+        "tasks": per_task if len(names) > 1 else [],
+        "failures": failures,
+    }
 
 
 def _method(slug: str, results: list[dict[str, Any]]) -> dict[str, Any]:
@@ -135,9 +152,17 @@ def _method(slug: str, results: list[dict[str, Any]]) -> dict[str, Any]:
 
     method = get_method(slug)
     good = [r for r in results if "error" not in r]
-    found: dict[str, Any] = {"slug": slug, "describe": method.describe(), "diff": [list(d) for d in method.diff()], "failed": len(results) - len(good)}
+    found: dict[str, Any] = {
+        "slug": slug,
+        "describe": method.describe(),
+        "diff": [list(d) for d in method.diff()],
+        "failed": len(results) - len(good),
+    }
     if not good:
-        return found | {"final": {"iqm": None, "low": None, "high": None, "per_seed": []}, "curves": {"x": [], "iqm": [], "low": [], "high": []}}
+        return found | {
+            "final": {"iqm": None, "low": None, "high": None, "per_seed": []},
+            "curves": {"x": [], "iqm": [], "low": [], "high": []},
+        }
     by_task = [[r["final"] for r in good if r["task"] == t] for t in dict.fromkeys(r["task"] for r in good)]
     runs = min(map(len, by_task))
     scores = [[column[i] for column in by_task] for i in range(runs)]
@@ -157,7 +182,7 @@ def _method(slug: str, results: list[dict[str, Any]]) -> dict[str, Any]:
         "seconds": sum(r["seconds"] for r in good) / len(good),
         "samples_before": good[0]["samples_before"],
         "samples_after": good[0]["samples_after"],
-        "command": good[0]["anypo"],
+        "command": good[0]["command"],
     }
 
 

@@ -214,8 +214,11 @@ def _coerce(value: Any, kind: str, current: Any, where: str) -> Any:
 
     if isinstance(value, str) and not kind.startswith("str"):
         try:
-            value = {"true": True, "false": False, "none": None, "inf": float("inf")}.get(value.lower(), ...)  if value.lower() in (
-                "true", "false", "none", "inf") else ast.literal_eval(value)
+            value = (
+                {"true": True, "false": False, "none": None, "inf": float("inf")}.get(value.lower(), ...)
+                if value.lower() in ("true", "false", "none", "inf")
+                else ast.literal_eval(value)
+            )
         except (ValueError, SyntaxError):
             if "str" not in kind:
                 raise ValueError(f"{where} takes {kind}, not '{value}'") from None

@@ -109,7 +109,9 @@ def reproduce_one(slug: str, module: str, quick: bool = False) -> dict[str, Any]
     }
 
 
-def reproduce(rows: Iterable[tuple[str, str]], *, quick: bool = False, jobs: int = 1, done: Callable[[dict[str, Any]], None] | None = None) -> list[dict[str, Any]]:
+def reproduce(
+    rows: Iterable[tuple[str, str]], *, quick: bool = False, jobs: int = 1, done: Callable[[dict[str, Any]], None] | None = None
+) -> list[dict[str, Any]]:
     """Run the claims of several rows, given as (slug, reproduction module), in `jobs` processes; `done` hears of each row as it ends."""
     rows = list(rows)
     results = []
@@ -128,7 +130,9 @@ def reproduce(rows: Iterable[tuple[str, str]], *, quick: bool = False, jobs: int
     return results
 
 
-def reproduce_slugs(*slugs: str, quick: bool = False, jobs: int = 1, domain: str | None = None, done: Callable[[dict[str, Any]], None] | None = None) -> list[dict[str, Any]]:
+def reproduce_slugs(
+    *slugs: str, quick: bool = False, jobs: int = 1, domain: str | None = None, done: Callable[[dict[str, Any]], None] | None = None
+) -> list[dict[str, Any]]:
     """Run the claims of the named rows, or of all rows when none is named. Raises KeyError for an unknown row, ValueError for one without claims."""
     from anypo import catalogue
 

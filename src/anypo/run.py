@@ -87,7 +87,8 @@ class Run:
         """Enter the stage that the step belongs to; True when it is a new one."""
         stages = self.recipe.stages
         done, index = 0.0, 0
-        for index, stage in enumerate(stages):
+        for i, stage in enumerate(stages):
+            index = i
             done += stage.share
             if self.progress < done - 1e-9:
                 break

@@ -36,7 +36,7 @@ def _cases() -> list[Any]:
 
 
 def _numeric(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) or isinstance(value, bool)
+    return (isinstance(value, int | float) and not isinstance(value, bool)) or isinstance(value, bool)
 
 
 def _rectangular(value: Any) -> bool:
@@ -103,7 +103,9 @@ def _same(actual: Any, expected: Any, atol: float, where: str) -> None:
         assert got.shape == target.shape, f"{where}: shape {tuple(got.shape)}, expected {tuple(target.shape)}"
         same = (got - target).abs() <= atol + 1e-12
         same |= got == target
-        assert same.all(), f"{where}: {got.tolist()} differs from {target.tolist()} by {float((got - target).abs().max()):.3g} (atol {atol})"
+        assert same.all(), (
+            f"{where}: {got.tolist()} differs from {target.tolist()} by {float((got - target).abs().max()):.3g} (atol {atol})"
+        )
         return
     if isinstance(expected, list) and any(isinstance(v, float) for v in _flat(expected)):
         assert len(actual) == len(expected), f"{where}: {len(actual)} items, expected {len(expected)}"
@@ -128,7 +130,11 @@ def test_golden_case(slug: str, case: dict[str, Any]) -> None:
     result = _function(slug, case["quantity"])(**arguments)
     if gradients:
         loss = _loss(result)
-        found = torch.autograd.grad(loss, [arguments[k[5:]] for k in gradients], allow_unused=True) if loss.requires_grad else [None] * len(gradients)
+        found = (
+            torch.autograd.grad(loss, [arguments[k[5:]] for k in gradients], allow_unused=True)
+            if loss.requires_grad
+            else [None] * len(gradients)
+        )
         for name, gradient in zip(gradients, found, strict=True):
             gradient = torch.zeros_like(arguments[name[5:]]) if gradient is None else gradient
             _same(gradient, expected[name], case["atol"], name)

@@ -1,4 +1,4 @@
-"""What the reproductions share: training on a stand-in while watching an exact quantity."""
+"""What the reproductions share: training on a stand-in while watching an exact quantity, and the stand-ins that several rows use."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from anypo.batch import Batch
+from anypo.domains.language.toys.token_bandit import TabularTokens, TokenBandit
 from anypo.loops.on_policy import step
 from anypo.method import Method
 from anypo.policy import Policy
@@ -71,3 +72,68 @@ class CoinReward:
 
     def __call__(self, batch: Batch, run: Run) -> Tensor:
         return torch.bernoulli(torch.full((len(batch),), self.chance, dtype=torch.float64), generator=run.generator)
+
+
+BANDIT_STEP = 16.0  # SGD step for a loss averaged over the 16 prompts of token_bandit: 1 for each prompt
+
+
+def success_on_bandit(
+    method: Method, *, steps: int = 300, seeds: Iterable[int] = (0, 1, 2), enough: float = 0.9, step_size: float = BANDIT_STEP, shuffled: bool = False
+) -> tuple[float, float]:  # fmt: skip
+    """The worst exact success over seeds after `steps` on token_bandit (P=16, V=4, T=2), and the steps of the slowest seed; a run ends once it
+    has `enough`. `shuffled` deals the advantages to the wrong rows. Raises ValueError when the untrained policy is not below 0.1."""
+    trained = plain_sgd(method, step_size)
+    trained = trained.but(credit=ShuffledCredit(trained.credit)) if shuffled else trained
+    curves = []
+    for seed in seeds:
+        task = TokenBandit(seed=seed)
+        policy = task.policy()
+        if task.expected_success(policy) >= 0.1:
+            raise ValueError("the untrained policy succeeds too often for a claim about learning")
+        curves.append(train_on(trained, policy, task, steps=steps, seed=seed, stop=lambda success: success > enough))
+    return min(curve[-1] for curve in curves), max(len(curve) for curve in curves)
+
+
+class LengthBandit(TokenBandit):
+    """Strings of up to 12 tokens over three symbols, of which token 0 ends the string; no reward of its own."""
+
+    def __init__(self, prompts: int = 16, seed: int = 0) -> None:
+        super().__init__(prompts, 3, 12, eos=0, seed=seed, reward=lambda prompt, action, mask: torch.zeros(len(prompt), dtype=torch.float64))
+
+    def policy(self, **options: Any) -> TabularTokens:
+        """End tokens have logit -1 at the start: probability 0.155, mean length 5.6."""
+        policy = super().policy(**options)
+        with torch.no_grad():
+            policy.logits[..., 0] -= 1
+        return policy
+
+
+def mean_length(policy: TabularTokens) -> float:
+    """Exact expected length of strings that token 0 ends: the sum over positions of the probability of reaching them."""
+    going_on = 1 - policy.logits.detach().softmax(-1)[..., 0]
+    reached = torch.cat([torch.ones_like(going_on[:, :1]), going_on[:, :-1]], dim=1).cumprod(1)
+    return float(reached.sum(1).mean())
+
+
+def pivotal_bandit(seed: int) -> tuple[TokenBandit, TabularTokens]:
+    """P=16, V=6, T=3; the reward is that the first token was the rare pivotal one (token 5, probability 0.05 at the start)."""
+    task = TokenBandit(16, 6, 3, seed=seed, reward=lambda prompt, action, mask: (action[:, 0] == 5).double())
+    policy = task.policy()
+    with torch.no_grad():
+        policy.logits[:, 0, 5] = math.log(5 * 0.05 / 0.95)
+    return task, policy
+
+
+def rounds_to_half(method: Method, *, step_size: float = 5.0, seeds: Iterable[int] = range(6), most: int = 60) -> float:
+    """Mean number of batches, 8 gradient steps each, until the pivotal token reaches probability 0.5 (exact, mean over prompts)."""
+    method = plain_sgd(method, step_size, epochs=8)
+    rounds = []
+    for seed in seeds:
+        task, policy = pivotal_bandit(seed)
+
+        def chance(run: Run, batch: Batch, policy: TabularTokens = policy) -> float:
+            return float(policy.logits.detach()[:, 0].softmax(-1)[:, 5].mean())
+
+        curve = train_on(method, policy, task, steps=most, seed=seed, watch=chance, stop=lambda p: p >= 0.5)
+        rounds.append(steps_to(curve, 0.5))
+    return fmean(rounds)

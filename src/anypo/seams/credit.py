@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from anypo.batch import Batch
@@ -77,10 +77,13 @@ def dense_reward(batch: Batch, weights: tuple[float, ...] | None = None) -> Floa
     if batch.reward_is_dense:
         return batch.reward
     total = weighted_sum(batch.reward, weights)
-    last = (batch.mask * torch.arange(1, batch.horizon + 1)).argmax(dim=1)
-    dense = total.new_zeros(batch.mask.shape)
-    dense[torch.arange(len(batch)), last] = torch.where(batch.lengths > 0, total, torch.zeros_like(total))
-    return dense
+    return torch.where(last_action(batch.mask), total[:, None], total.new_zeros(()))
+
+
+def last_action(mask: Tensor) -> Bool[Tensor, "N T"]:
+    """Where the last action of each row is; nowhere in a row without actions."""
+    still_to_come = mask.long().flip(1).cumsum(1).flip(1)
+    return mask.bool() & (still_to_come == 1)
 
 
 @dataclass
@@ -125,9 +128,6 @@ def per_action_ends(batch: Batch) -> tuple[Tensor, Tensor]:
         if flag is None:
             flag = torch.zeros(len(batch), dtype=torch.bool)
         if flag.dim() == 1:
-            last = (batch.mask * torch.arange(1, batch.horizon + 1)).argmax(dim=1)
-            spread = torch.zeros_like(batch.mask)
-            spread[torch.arange(len(batch)), last] = flag
-            flag = spread & batch.mask
+            flag = last_action(batch.mask) & flag[:, None]
         ends.append(flag)
     return ends[0], ends[1]

@@ -42,9 +42,10 @@ def clipped(
 ) -> Float[Tensor, "N T"]:
     """The pessimistic surrogate min(ratio A, clip(ratio, low, high) A) to maximize (arXiv:1707.06347 eq. 7).
 
-    `low` and `high` bound the ratio itself (0.8 and 1.2, not 0.2), as numbers or tensors [N,T]. With `dual_clip` c > 1 it is at least c A where A < 0.
+    `low` and `high` bound the ratio itself (0.8 and 1.2, not 0.2), as numbers or tensors [N,T].
+    With `dual_clip` c > 1 the value is at least c A where A < 0.
     """
-    bounded = torch.maximum(torch.minimum(ratio, _like(high, ratio)), _like(low, ratio))
+    bounded = ratio.clamp(_like(low, ratio), _like(high, ratio))
     value = torch.minimum(ratio * advantage, bounded * advantage)
     if dual_clip is not None:
         value = torch.where(advantage < 0, torch.maximum(value, dual_clip * advantage), value)
@@ -107,7 +108,7 @@ class ClippedSurrogate:
     clip_high: float = 0.2  # and rise to 1 + clip_high, >= 0
     aggregation: str = "seq_mean"  # token_mean, seq_mean or constant
     dual_clip: float | None = None  # > 1, bound for negative advantages; None = off
-    max_len: int | None = None  # the constant of aggregation "constant"; None = the batch's horizon
+    max_len: int | None = None  # the constant of aggregation "constant"; None = the task's limit (`batch.limit`)
 
     needs = frozenset({"logp"})
 
@@ -117,7 +118,7 @@ class ClippedSurrogate:
         ratio = token_ratio(new.logp, batch.logp, mask)
         low, high = 1 - self.clip_low, 1 + self.clip_high
         value = clipped(ratio, batch.advantage, low, high, self.dual_clip)
-        loss = aggregate(-value, mask, self.aggregation, self.max_len or batch.horizon)
+        loss = aggregate(-value, mask, self.aggregation, self.max_len or batch.limit)
         return Loss(loss, ratio_metrics(ratio, low, high, mask))
 
 

@@ -24,7 +24,7 @@ class KLPenalty:
     beta: float = 0.04  # >= 0; 0 switches it off and no reference is kept
     estimator: str = "k3"  # k1, k2 or k3
     aggregation: str = "seq_mean"  # token_mean, seq_mean or constant
-    max_len: int | None = None  # the constant of aggregation "constant"; None = the batch's horizon
+    max_len: int | None = None  # the constant of aggregation "constant"; None = the task's limit (`batch.limit`)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -35,7 +35,9 @@ class KLPenalty:
             return Loss(batch.logp.new_zeros(()))
         mask = batch.counted
         kl = kl_estimate(new.logp, batch.signal("ref_logp"), mask, self.estimator)
-        return Loss(self.beta * aggregate(kl, mask, self.aggregation, self.max_len or batch.horizon), {"kl": float(masked_mean(kl.detach(), mask))})
+        return Loss(
+            self.beta * aggregate(kl, mask, self.aggregation, self.max_len or batch.limit), {"kl": float(masked_mean(kl.detach(), mask))}
+        )
 
 
 @dataclass

@@ -63,7 +63,11 @@ class GradientSteps:
 
 
 def build_optimizer(
-    policy: Policy, name: str | None, learning_rate: float | None, weight_decay: float = 0.0, role_rates: dict[str, float | None] | None = None
+    policy: Policy,
+    name: str | None,
+    learning_rate: float | None,
+    weight_decay: float = 0.0,
+    role_rates: dict[str, float | None] | None = None,
 ) -> torch.optim.Optimizer:
     """An optimizer over the policy's parameter groups, with a learning rate of its own for some roles. Raises ValueError for an unknown name."""
     name = name or policy.optimizer

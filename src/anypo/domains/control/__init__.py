@@ -1,1 +1,1 @@
-"""control of anypo."""
+"""Control: Gymnasium environments, small networks, replay."""

@@ -111,7 +111,7 @@ def _landlock(libc: ctypes.CDLL, readable: list[str]) -> bool:
 
 def _seccomp(libc: ctypes.CDLL, architecture: int, column: int) -> bool:
     """Refuse system calls with EPERM by a filter (kernel documentation, userspace-api/seccomp_filter); False where the kernel cannot."""
-    numbers = [entry[column] for entry in REFUSED.values() if entry[column] is not None]
+    numbers = [number for entry in REFUSED.values() if (number := entry[column]) is not None]
     load, jump_equal, jump_above, give = 0x20, 0x15, 0x35, 0x06
     kill, refuse, allow = 0x80000000, 0x00050001, 0x7FFF0000
     count = len(numbers)

@@ -8,6 +8,7 @@ nothing is limited.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -83,10 +84,8 @@ def in_child(call: Callable[[], Any], seconds: float | None) -> Any:
     finally:
         os.close(read)
         for kill in (os.killpg, os.kill):  # the child may not have become a group leader yet
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         os.waitpid(pid, 0)
     message = json.loads(received) if received else {"error": "ended without an answer"}
     if "error" in message:

@@ -111,11 +111,14 @@ def _digits(rng: np.random.Generator, low: int, high: int, count: int) -> list[i
     return [int(value) for value in rng.integers(low, high + 1, size=count)]
 
 
-# ---- arithmetic: one sum or difference of numbers below a hundred
+# ---- arithmetic: one sum or difference of two-digit numbers, never below zero
 
 
 def _generate_arithmetic(rng: np.random.Generator) -> Problem:
-    a, b, minus = (int(value) for value in rng.integers((0, 0, 0), (100, 100, 2)))
+    a, b = _digits(rng, 10, 99, 2)
+    minus = bool(rng.integers(2))
+    if minus:
+        a, b = max(a, b), min(a, b)
     answer = str(a - b if minus else a + b)
     return Problem(f"{a}{'-' if minus else '+'}{b}=", answer, {"answer": answer})
 

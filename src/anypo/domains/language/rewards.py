@@ -14,6 +14,7 @@ How the time limit works, and what it cannot reach, is said in `limits.py`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import importlib.util
 import inspect
@@ -203,10 +204,8 @@ def _number(value: Any, row: int) -> float | None:
     if value is None:
         return None
     if hasattr(value, "item") and getattr(value, "size", 1) != 0:
-        try:
+        with contextlib.suppress(ValueError, RuntimeError):  # more than one element: no number, said below
             value = value.item()
-        except (ValueError, RuntimeError):
-            pass
     if not isinstance(value, int | float):
         raise RewardError(f"returned {_kind(value)} for completion {row}, which is no number")
     try:

@@ -19,6 +19,7 @@ The child's side, and what exactly it refuses, is `confine.py`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -73,21 +74,19 @@ def run_python(code: str, *, stdin: str = "", timeout: float = 5.0, memory_mb: i
         given.seek(0)
         (Path(folder) / PROGRAM).write_text(code, encoding="utf-8", errors="replace")
         limits = [int(timeout) + 1, memory_mb << 20, files_mb << 20, write]
-        process = subprocess.Popen(
-            [sys.executable, "-s", "-S", "-P", "-B", CHILD, *map(str, limits)],
-            stdin=given,
-            stdout=out,
-            stderr=errors,
-            cwd=folder,
-            env={"PYTHONHASHSEED": "0", "PYTHONUTF8": "1"},
-            pass_fds=[write],
-            start_new_session=True,
-        )
-        os.close(write)
+        command = [sys.executable, "-s", "-S", "-P", "-B", CHILD, *map(str, limits)]
+        environment = {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1"}
+        try:
+            process = subprocess.Popen(
+                command, stdin=given, stdout=out, stderr=errors, cwd=folder, env=environment, pass_fds=[write], start_new_session=True
+            )
+        finally:
+            os.close(write)
         status = _watch(process, Path(folder), (out, errors), timeout, files_mb << 20)
         reported = report.read().decode()
         if not reported and status in ("ok", "error"):
-            raise RuntimeError(f"the sandbox could not be set up: {_text(errors).strip()[-500:]}")
+            said = _text(errors).strip().splitlines()
+            raise RuntimeError(f"the sandbox could not be set up: {said[-1] if said else 'its process ended without a word'}")
         guards = tuple(reported.split()[1:])
         if reported and not ("landlock" in guards and {"seccomp", "network"} & set(guards)):
             _warn_once(guards)
@@ -104,22 +103,22 @@ def _watch(process: subprocess.Popen[bytes], folder: Path, outputs: Iterable[IO[
     """The status of a process at its end, which comes at the latest when a limit is passed."""
     deadline = time.monotonic() + timeout
     status = ""
-    while not status:
-        try:
-            code = process.wait(timeout=0.02)
-            status = "ok" if code == 0 else "timeout" if code == -signal.SIGXCPU else "error"
-        except subprocess.TimeoutExpired:
-            if time.monotonic() > deadline:
-                status = "timeout"
-        if any(os.fstat(output.fileno()).st_size > OUTPUT_BYTES for output in outputs):
-            status = "output"
-        elif status != "timeout" and _too_large(folder, most):
-            status = "files"
     try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    process.wait()
+        while not status:
+            try:
+                code = process.wait(timeout=0.02)
+                status = "ok" if code == 0 else "timeout" if code == -signal.SIGXCPU else "error"
+            except subprocess.TimeoutExpired:
+                if time.monotonic() > deadline:
+                    status = "timeout"
+            if any(os.fstat(output.fileno()).st_size > OUTPUT_BYTES for output in outputs):
+                status = "output"
+            elif status != "timeout" and _too_large(folder, most):
+                status = "files"
+    finally:  # also when an alarm of the caller breaks the wait off
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
     return status
 
 

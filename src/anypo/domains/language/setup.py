@@ -18,7 +18,11 @@ def owns(task: str) -> bool:
     """Whether this domain knows the task by name. `jsonl:`, `hf:` and `reasoning_gym:` tasks are its own."""
     from anypo.domains.language.problems import PROBLEMS
 
-    return task in TOYS or task in PROBLEMS or task.split(":")[0] in ("jsonl", "hf", "reasoning_gym", "calculator", "grid", "textarena", "textworld")
+    return (
+        task in TOYS
+        or task in PROBLEMS
+        or task.split(":")[0] in ("jsonl", "hf", "reasoning_gym", "calculator", "grid", "textarena", "textworld")
+    )
 
 
 def build(task: Any, model: str | None, *, needs: Set[str] = frozenset(), seed: int = 0, **options: Any) -> tuple[Policy, Task]:
@@ -31,7 +35,9 @@ def build(task: Any, model: str | None, *, needs: Set[str] = frozenset(), seed: 
     from anypo.domains.language.models import load_policy
     from anypo.domains.language.tasks import make_task
 
-    model_options = {k: options.pop(k) for k in list(options) if k in ("lora_rank", "dtype", "token_budget", "gradient_checkpointing", "temperature")}
+    model_options = {
+        k: options.pop(k) for k in list(options) if k in ("lora_rank", "dtype", "token_budget", "gradient_checkpointing", "temperature")
+    }
     built = make_task(task, **options)
     policy = load_policy(model or DEFAULT_MODEL, value_head="value" in needs, **model_options)
     return policy, built
@@ -42,6 +48,25 @@ def load(folder: Path, needs: Set[str] = frozenset()) -> Policy:
     from anypo.domains.language.models import load_policy
 
     return load_policy(str(folder), value_head="value" in needs)
+
+
+def evaluate(model: str, task: str, k: tuple[int, ...] = (1,), seed: int = 0, **options: Any) -> dict[str, Any]:
+    """pass@k and maj@k with 95% intervals of a saved or named model. Raises ValueError when there is no such model or task."""
+    if task in TOYS:
+        from anypo import checkpoint
+
+        policy, toy = _toy(task, seed, frozenset(), options)
+        state = checkpoint.load_latest(Path(model))
+        if state is None:
+            raise ValueError(f"{model} holds no saved policy")
+        policy.load_state_dict(state["policy"])
+        exact = toy.expected_success(policy)  # type: ignore[attr-defined]
+        return {"pass@1": {"value": exact, "low": exact, "high": exact}}
+    from anypo.domains.language.evaluation import evaluate_policy
+    from anypo.domains.language.models import load_policy
+    from anypo.domains.language.tasks import make_task
+
+    return evaluate_policy(load_policy(model), make_task(task, **options), k, seed)
 
 
 def _toy(task: str, seed: int, needs: Set[str], options: dict[str, Any]) -> tuple[Policy, Task]:

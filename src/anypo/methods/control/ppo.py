@@ -76,7 +76,7 @@ def total_loss(
 
 @dataclass
 class AdaptiveKL:
-    """The KL-penalty variant: no clip; the coefficient follows the measured KL (equations 3 and 4). It is its own control component.
+    """The KL-penalty variant: no clip, a penalty whose coefficient `AdaptBeta`, its control component, moves after each batch (equation 3).
 
     The KL is exact where the policy provides `kl_old`; else it is estimated from the sampled actions (k3 of old against new).
     """

@@ -9,6 +9,7 @@ the old distribution allows: wide for rare tokens, narrow for likely ones, never
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -69,9 +70,9 @@ def band(
         raise ValueError(f"unknown divergence '{divergence}'; use one of {', '.join(DIVERGENCES)}")
     logp = old_logp.double().clamp(max=0.0)
     p = logp.exp()
-    inner = logp.clamp(torch.tensor(EDGE).log().item(), -EDGE)
+    inner = logp.clamp(math.log(EDGE), -EDGE)
     lower, upper = _interior(inner, divergence, delta)
-    certain = {"kl": torch.tensor(-delta).double().exp().item(), "tv": max(1 - delta, 0.0), "chi2": 1.0}[divergence]
+    certain = {"kl": math.exp(-delta), "tv": max(1 - delta, 0.0), "chi2": 1.0}[divergence]
     likely, rare = -torch.expm1(logp) < EDGE, p < EDGE
     lower = torch.where(rare, 0.0, torch.where(likely, certain, lower))
     upper = torch.where(rare, 1 / p.clamp(min=1e-12), torch.where(likely, 1.0, upper))
@@ -137,7 +138,7 @@ class BandClip:
 
 METHOD = GRPO.but(
     name="bandpo",
-    paper=Paper("BandPO: Band-constrained Policy Optimization", "2603.04918", 2026),
+    paper=Paper("BandPO: Bridging Trust Regions and Ratio Clipping via Probability-Aware Bounds for LLM Reinforcement Learning", "2603.04918", 2026),
     summary="each token's clip bounds are the ratios that an f-divergence trust region allows it: wide for rare tokens, narrow for likely ones",
     objective=BandClip(),
     regularize=(),

@@ -61,7 +61,7 @@ def beta_params(reward: Float[Tensor, " N"], group: Int[Tensor, " N"]) -> BetaPa
 def normalizer(rate: Float[Tensor, " N"], alpha: float, beta: float, w_max: float = 1e6) -> Float[Tensor, " N"]:
     """Equations 4-5: one over the Beta(alpha, beta) density at the success rate, at most `w_max`. Finite at 0 and 1."""
     p, a, b = rate.double(), torch.tensor(alpha, dtype=torch.float64), torch.tensor(beta, dtype=torch.float64)
-    log_density = torch.xlogy(a - 1, p) if False else _power_log(p, alpha - 1) + _power_log(1 - p, beta - 1) - _log_beta(a, b)
+    log_density = _power_log(p, alpha - 1) + _power_log(1 - p, beta - 1) - _log_beta(a, b)
     return torch.exp(-log_density).clamp(max=w_max).to(rate.dtype)
 
 

@@ -17,6 +17,7 @@ from anypo.batch import Batch
 from anypo.method import Paper, Reward, Rollout
 from anypo.methods.language.grpo import METHOD as GRPO
 from anypo.methods.language.grpo import keep, overlong
+from anypo.seams.credit import last_action
 from anypo.seams.objective import ClippedSurrogate
 from anypo.seams.reward import TaskReward
 from anypo.seams.rollout import OnPolicy
@@ -37,8 +38,7 @@ class DynamicSampling:
         wanted, found, kept, samples = len(prompts), 0, [], prompts[0].samples
         for round_number in range(self.max_rounds):
             batch = self.inner(prompts, run)
-            reward = run.score_rewards(batch)
-            useful = keep(reward if reward.dim() == 1 else reward.sum(1), batch.group).bool()
+            useful = self.contrast(batch, run)
             batch.group = batch.group + wanted * round_number  # rounds must not share group numbers
             kept.append(batch[useful])
             found += len(torch.unique(kept[-1].group))
@@ -48,6 +48,15 @@ class DynamicSampling:
         run.log(sampling_rounds=round_number + 1, prompts_with_contrast=found / wanted)
         full = [part for part in kept if len(part)]
         return Batch.concat(full) if full else batch
+
+    def contrast(self, batch: Batch, run: Run) -> Tensor:
+        """[N] bool: whether the attempts at a row's prompt differ in the task's reward, in at least one of its objectives."""
+        reward = run.score_rewards(batch)
+        if reward.dim() == 1:
+            return keep(reward, batch.group).bool()
+        if not batch.objectives:
+            return keep(reward.sum(1), batch.group).bool()  # dense: what counts is the total
+        return torch.stack([keep(column, batch.group).bool() for column in reward.T]).any(0)
 
 
 @dataclass
@@ -60,9 +69,13 @@ class OverlongShaping:
 
     def __call__(self, batch: Batch, run: Run) -> Tensor:
         reward = self.inner(batch, run)
-        limit = batch.horizon
+        limit = batch.limit
         penalty = self.coefficient * overlong(batch.lengths, limit, max(1, round(limit * self.buffer_share))).to(reward)
-        return reward + (penalty if reward.dim() == 1 else penalty[:, None] / reward.shape[1])
+        if reward.dim() == 1:
+            return reward + penalty
+        if batch.objectives:
+            return reward + penalty[:, None] / reward.shape[1]  # an equal share each, so that their sum carries the whole penalty
+        return reward + penalty[:, None] * last_action(batch.mask)
 
 
 METHOD = GRPO.but(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int
@@ -57,7 +57,13 @@ def clipped_shift(advantages: Tensor, shift: Tensor, kappa: float) -> Tensor:
 
 
 def shaped_advantages(
-    advantages: Float[Tensor, " N"], correct: Tensor, error_key: Int[Tensor, " N"], group: Int[Tensor, " N"], alpha: float, beta: float, kappa: float
+    advantages: Float[Tensor, " N"],
+    correct: Tensor,
+    error_key: Int[Tensor, " N"],
+    group: Int[Tensor, " N"],
+    alpha: float,
+    beta: float,
+    kappa: float,
 ) -> Float[Tensor, " N"]:
     """Equations 1-3."""
     return clipped_shift(advantages, delta(advantages, correct, error_key, group, alpha, beta), kappa)
@@ -72,9 +78,7 @@ def canonical(answer: str) -> str:
     """One spelling for equal answers: numbers as fractions in lowest terms ("42.0" and "42" alike), other text lower-cased with single spaces."""
     text = " ".join(answer.split()).rstrip(".").lower()
     digits = text.replace(",", "")
-    if len(digits) <= 100 and re.fullmatch(r"[+-]?\d+(\.\d+)?", digits):
-        return str(Fraction(digits))
-    if len(digits) <= 100 and re.fullmatch(r"[+-]?\d+/0*[1-9]\d*", digits):
+    if len(digits) <= 100 and re.fullmatch(r"[+-]?\d+(\.\d+|/0*[1-9]\d*)?", digits):
         return str(Fraction(digits))
     return text or NO_ANSWER
 
@@ -129,9 +133,8 @@ class ErrorDiversity:
 
     def correct(self, batch: Batch) -> Tensor:
         """[N] bool, judged by the task's own reward: penalties that a method adds to it do not turn a right answer into an error."""
-        reward = batch.signals.get("task_reward", batch.reward)
-        single = batch.outcome if reward is batch.reward and batch.reward_is_dense else weighted_sum(reward)
-        return single >= self.right_from
+        reward: Any = batch.signals.get("task_reward", batch.reward)
+        return weighted_sum(reward) >= self.right_from
 
 
 METHOD = GRPO.but(

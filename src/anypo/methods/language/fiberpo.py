@@ -108,8 +108,10 @@ def apc(ratio: Float[Tensor, " n"], advantages: Float[Tensor, " n"], delta: floa
     tv = (ratio - 1).abs().mean() / 2
     objective = (ratio * advantages).mean() - 2 * size.max() * (1 + 1e-3) * (tv - delta).clamp(min=0.0)
     order = size.argsort(descending=True, stable=True)
-    room = torch.where(advantages[order] < 0, 1 / (2 * count), float("inf")).to(ratio.dtype)  # a ratio falls no further than to 0
-    spent = torch.minimum((delta - (room.cumsum(0) - room).nan_to_num(nan=float("inf"))).clamp(min=0.0), room)
+    unbounded = torch.full_like(size, float("inf"))
+    room = torch.where(advantages[order] < 0, unbounded.new_tensor(1 / (2 * count)), unbounded)  # a ratio falls no further than to 0
+    earlier = torch.cat([room.new_zeros(1), room.cumsum(0)[:-1]])
+    spent = torch.minimum((delta - earlier).clamp(min=0.0), room)
     return Censored(tv, objective, advantages.mean() + 2 * (size[order] * spent).sum())
 
 
@@ -145,7 +147,8 @@ class FiberGate:
         gated = gated_ratio(new.logp, batch.logp, mask, self.eps_token, self.eps_traj)
         value = _surrogate(gated.ratio, new.logp, batch.logp, mask, batch.advantage, self.pessimistic)
         closed = (clipgate(gated.aggregate, self.eps_traj) != gated.aggregate).to(value.dtype)
-        return Loss(value, {"closed_trajectories": float(masked_mean(closed, mask.any(1))), "largest_drift": float(gated.aggregate.detach().abs().max())})
+        drift = float(gated.aggregate.detach().abs().max())
+        return Loss(value, {"closed_trajectories": float(masked_mean(closed, mask.any(1))), "largest_drift": drift})
 
 
 @dataclass

@@ -114,7 +114,7 @@ class ForwardTrace:
 
 METHOD = GRPO.but(
     name="nfpo",
-    paper=Paper("NFPO: N-Step Forward-Trace Policy Optimization", "2605.20865", 2026),
+    paper=Paper("Multi-Step Likelihood-Ratio Correction for Reinforcement Learning with Verifiable Rewards", "2605.20865", 2026),
     summary="a token's ratio carries the cumulative ratio of the next N-1 tokens, a bridge from PPO's surrogate to the exact policy gradient",
     objective=ForwardTrace(),
     regularize=(),

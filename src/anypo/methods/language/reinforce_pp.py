@@ -51,6 +51,10 @@ class BatchNormalizedReturn:
     weights: tuple[float, ...] | None = None  # of the K rewards; None = all 1
 
     @property
+    def compares_group(self) -> bool:
+        return self.baseline
+
+    @property
     def needs(self) -> frozenset[str]:
         return frozenset({"ref_logp"}) if self.beta and not self.baseline else frozenset()
 
@@ -67,6 +71,7 @@ METHOD = GRPO.but(
     name="reinforce_pp",
     paper=Paper("REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage Normalization", "2501.03262", 2025),
     summary="return-to-go with a token KL penalty, normalized over the batch; one sample a prompt is enough",
+    select=UniformPrompts(group_size=1),
     credit=BatchNormalizedReturn(),
     objective=ClippedSurrogate(clip_low=0.2, clip_high=0.2, aggregation="token_mean"),
     regularize=(),

@@ -31,7 +31,9 @@ class TabularTokens(Policy):
     learning_rate = 1.0
     optimizer = "sgd"
 
-    def __init__(self, prompts: int, vocabulary: int, horizon: int, *, autoregressive: bool = False, scale: float = 0.0, seed: int = 0) -> None:
+    def __init__(
+        self, prompts: int, vocabulary: int, horizon: int, *, autoregressive: bool = False, scale: float = 0.0, seed: int = 0
+    ) -> None:
         """`scale`: standard deviation of the initial logits; 0 starts uniform."""
         super().__init__()
         shape = (prompts, horizon, vocabulary + 1, vocabulary) if autoregressive else (prompts, horizon, vocabulary)

@@ -43,7 +43,7 @@ class Samples(NamedTuple):
 class GruPolicy(Policy):
     """Character embedding, one GRU layer, a linear output, and a value head when asked for. Token 0 is the end token."""
 
-    learning_rate = 3e-3
+    learning_rate = 5e-3
     optimizer = "adamw"
     context_limit = 256
     eos = 0
@@ -381,19 +381,31 @@ class ToyArith:
             metrics["abstain/unanswerable"] = float(abstained[~answerable].mean())
         return metrics
 
-    def demonstrations(self, count: int, rng: np.random.Generator) -> list[tuple[str, str]]:
-        """(prompt, completion) pairs to imitate. Form k of the answer is half as frequent as form k-1; with unanswerable prompts one in ten
-        abstains, whatever the prompt, and the others guess the answer of another problem where there is none."""
+    def demonstrations(self, count: int, rng: np.random.Generator, noise: float = 0.0) -> list[tuple[str, str]]:
+        """(prompt, completion) pairs to imitate, a share `noise` of them with the answer of another problem.
+
+        With `steps` each of the three numbers may slip and the answer follows from the steps as written. Form k of the answer is half as frequent
+        as form k-1. With unanswerable prompts one demonstration in ten abstains, whatever the prompt, and the others guess where there is no answer.
+        """
         weights = 0.5 ** np.arange(len(self.forms))
         pairs = []
         for problem in self.prompts(count, rng):
-            shown = problem if problem.columns["answerable"] else self.problems[rng.integers(len(self.problems))]
-            head = shown.columns["solution"].removesuffix(shown.columns["answers"][0])
-            text = head + rng.choice(shown.columns["answers"], p=weights / weights.sum())
+            form = self.forms[rng.choice(len(self.forms), p=weights / weights.sum())]
             abstains = self.some_unanswerable and rng.random() < ABSTAIN_SHARE
-            pairs.append((problem.content, ABSTAIN if abstains else str(text)))
+            written = self._written(problem, form, noise if problem.columns["answerable"] else 1.0, rng)
+            pairs.append((problem.content, ABSTAIN if abstains else written))
         return pairs
 
+    def _written(self, problem: Prompt, form: str, noise: float, rng: np.random.Generator) -> str:
+        """A completion that is wrong with probability `noise`."""
+        own, other = problem.columns, self.problems[rng.integers(len(self.problems))].columns
+        if not self.steps:
+            source = other if rng.random() < noise else own
+            return form.format(source["a"] + source["b"])
+        first, second, third = rng.random(3) < 1 - (1 - noise) ** (1 / 3)
+        s1 = other["a"] + other["b"] // 2 if first else own["a"] + own["b"] // 2
+        s2 = other["b"] - other["b"] // 2 if second else own["b"] - own["b"] // 2
+        return f"{s1};{s2}={form.format(other['a'] + other['b'] if third else s1 + s2)}"
 
 def check_steps(completion: str, columns: dict[str, Any]) -> list[tuple[int, bool]]:
     """The position of the separator that ends each written step of "s1;s2=answer", and whether the step is right."""
@@ -425,8 +437,10 @@ def forced_logp(policy: GruPolicy, pairs: Sequence[tuple[str, str]]) -> Float[Te
 def warm_start(policy: GruPolicy, task: ToyArith, target: float = 0.3, seed: int = 0) -> float:
     """Imitate the task's demonstrations until the expected success on the training problems reaches `target`; returns what was reached.
 
-    Deterministic. Raises ValueError when it is not reached (the target lies above what the demonstrations show).
+    Half of the demonstrations are wrong (fewer for a target above 0.375), so that the policy knows more than it shows, as a pre-trained model does,
+    and its errors are spread. Deterministic. Raises ValueError when the target is not reached.
     """
+    noise = min(0.5, 0.8 * (1 - target))
     rng = np.random.default_rng(seed)
     optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
     interval, judged = (2, task.training) if not task.steps else (10, task.training[:: max(len(task.training) // 64, 1)])
@@ -436,7 +450,7 @@ def warm_start(policy: GruPolicy, task: ToyArith, target: float = 0.3, seed: int
             success = task.expected_success(policy, judged)
             if success >= target:
                 return success
-        batch = forced_batch(policy, task.demonstrations(64, rng))
+        batch = forced_batch(policy, task.demonstrations(64, rng, noise))
         loss = -policy.evaluate(batch, {"logp"}).logp.sum() / batch.mask.sum()
         optimizer.zero_grad()
         loss.backward()

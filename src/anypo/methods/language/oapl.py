@@ -1,0 +1,104 @@
+"""OAPL: optimal-advantage regression with a lagged inference policy (arXiv:2602.19362).
+
+Asynchronous training samples from a policy mu that lags behind. Instead of importance weights that make such data look on-policy, OAPL takes mu as
+the reference of a KL-regularized problem: its optimum satisfies an identity between log-ratio and optimal advantage for any sampling distribution,
+so the log-ratio to mu is regressed onto the advantage estimated in the group. No importance weights, no clip; mu is replaced by the trained policy
+every few hundred optimizer steps. Against GRPO it changes rollout, credit and objective. Equations 1-2 from the paper; the estimate of V* with a
+temperature of its own follows A*-PO and public code, and the default temperatures are [reconstructed].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from anypo.batch import Batch
+from anypo.method import Paper
+from anypo.methods.language.grpo import METHOD as GRPO
+from anypo.seams.groups import broadcast
+from anypo.seams.regression import AdvantageRegression, mean_of_groups, regression_error, sequence_log_ratio, soft_value
+from anypo.seams.reward import weighted_sum
+from anypo.task import Prompt
+
+if TYPE_CHECKING:
+    from anypo.run import Run
+
+BEHAVIOUR = "behaviour"  # name of the lagged policy in the run
+
+
+class LossValue(NamedTuple):
+    loss: Tensor  # scalar, differentiable in logp
+
+
+def v_star(reward: Float[Tensor, " N"], group: Int[Tensor, " N"], beta1: float = 0.1) -> Float[Tensor, " N"]:
+    """Equation 3: the estimated optimal value of each row's group, beta1 log mean exp(R / beta1)."""
+    return soft_value(reward, group, beta1)
+
+
+def loss(
+    logp: Float[Tensor, "N T"], old_logp: Float[Tensor, "N T"], mask: Tensor, reward: Float[Tensor, " N"], group: Int[Tensor, " N"],
+    beta1: float = 0.1, beta2: float = 0.1,
+) -> LossValue:  # fmt: skip
+    """Equation 4: mean over groups of each group's mean of (beta2 S - (R - V*))^2; S is the sum over tokens, `old_logp` that of the generator."""
+    advantage = reward - v_star(reward, group, beta1)
+    return LossValue(mean_of_groups(regression_error(sequence_log_ratio(logp, old_logp, mask), advantage, beta2), group))
+
+
+def optimal_policy(mu: Float[Tensor, "P K"], reward: Float[Tensor, "P K"], beta: float = 0.1) -> Float[Tensor, "P K"]:
+    """Equation 1: mu exp(R / beta) / Z, row by row."""
+    return (mu.log() + reward / beta).softmax(-1)
+
+
+@dataclass
+class LaggedRollout:
+    """Trajectories of a copy of the policy that is renewed every `lag` optimizer steps; each batch keeps the log-probs of the copy that wrote it."""
+
+    lag: int = 50  # optimizer steps between two renewals of the generator, >= 1; the paper goes beyond 400
+    synced: int = field(default=-1, init=False, repr=False)  # version of the policy that the generator holds, -1 before the first rollout
+
+    def __call__(self, prompts: list[Prompt], run: Run) -> Batch:
+        if self.lag < 1:
+            raise ValueError(f"rollout.lag must be at least 1 optimizer step, not {self.lag}")
+        if self.synced < 0 or run.version - self.synced >= self.lag:
+            run.move_policy(BEHAVIOUR)
+            self.synced = run.version
+        batch = run.collect(prompts, BEHAVIOUR)
+        batch.version = torch.full((len(batch),), self.synced)
+        run.log(lag=run.version - self.synced)
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"synced": self.synced}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.synced = state["synced"]
+
+
+@dataclass
+class GroupOptimalAdvantage:
+    """Reward minus the optimal value estimated from the prompt's own responses."""
+
+    beta1: float = 0.1  # temperature of the estimate, in units of reward, >= 0; 0 = maximum, inf = mean
+    weights: tuple[float, ...] | None = None  # of the K rewards; None = all 1
+
+    compares_group = True
+
+    def __call__(self, batch: Batch, run: Run) -> Tensor:
+        assert batch.reward is not None
+        reward = batch.outcome if batch.reward_is_dense else weighted_sum(batch.reward, self.weights)
+        return broadcast(reward - v_star(reward, batch.group, self.beta1), batch.mask)
+
+
+METHOD = GRPO.but(
+    name="oapl",
+    paper=Paper("LLMs Can Learn to Reason Via Off-Policy RL", "2602.19362", 2026),
+    summary="the lagged generator is the reference: its log-ratio is regressed onto the optimal advantage, without importance weights",
+    rollout=LaggedRollout(),
+    credit=GroupOptimalAdvantage(),
+    objective=AdvantageRegression(beta=0.1, anchor="old"),
+    regularize=(),
+)
