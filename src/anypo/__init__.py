@@ -16,7 +16,7 @@ _EXPORTS = {
     "Batch": "anypo.batch", "Policy": "anypo.policy", "Loss": "anypo.policy", "Signals": "anypo.policy", "Prompt": "anypo.task", "Task": "anypo.task",
     "Method": "anypo.method", "Study": "anypo.method", "Paper": "anypo.method", "Stage": "anypo.method", "Run": "anypo.run",
     "train": "anypo.api", "evaluate": "anypo.api", "compare": "anypo.comparison", "get": "anypo.catalogue", "list_methods": "anypo.catalogue:entries",
-    "claim": "anypo.reproduce", "ablation": "anypo.reproduce", "Evidence": "anypo.reproduce", "reproduce": "anypo.reproduce:reproduce_slugs",
+    "claim": "anypo.claims", "ablation": "anypo.claims", "Evidence": "anypo.claims", "reproduce": "anypo.claims:reproduce_slugs",
 }  # fmt: skip
 __all__ = sorted(_EXPORTS)
 __version__ = "0.1.0"

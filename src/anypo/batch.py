@@ -88,7 +88,7 @@ class Batch:
         """The rows named by a slice, a boolean mask [N] or an index tensor; every per-row field and signal follows."""
         if isinstance(index, int):
             index = slice(index, index + 1)
-        picked = {f.name: _take(getattr(self, f.name), index) for f in fields(self) if f.name not in ("signals", "objectives")}
+        picked = {name: _take(getattr(self, name), index) for name in PER_ROW}
         return Batch(**picked, objectives=self.objectives, signals={name: _take(value, index) for name, value in self.signals.items()})
 
     def but(self, **changes: Any) -> Batch:
@@ -123,6 +123,9 @@ class Batch:
                 raise ValueError(f"cannot join batches: signal '{name}' is missing from batch {lacking[0]}")
         signals = {n: _join(n, [b.signals[n] for b in batches], horizon, [b.horizon for b in batches], 0) for n in sorted(names)}
         return Batch(**merged, objectives=batches[0].objectives, signals=signals)
+
+
+PER_ROW = tuple(f.name for f in fields(Batch) if f.name not in ("signals", "objectives"))  # the fields with one entry a row
 
 
 def _take(value: Any, index: Any) -> Any:

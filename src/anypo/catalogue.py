@@ -93,7 +93,7 @@ def title(module: Any) -> str:
 
 def _describe(slug: str, name: str) -> dict[str, Any]:
     from anypo.method import SEAMS, Method
-    from anypo.reproduce import claims_of
+    from anypo.claims import claims_of
 
     module = importlib.import_module(name)
     item = get(slug)

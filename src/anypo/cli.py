@@ -180,7 +180,7 @@ def reproduce(
     json_: AsJson = False,
 ) -> None:
     """Run the papers' claims and their ablations; exit code 1 if any fails."""
-    from anypo.reproduce import reproduce_slugs
+    from anypo.claims import reproduce_slugs
 
     if not slugs and not all_:
         raise ValueError("name the rows to reproduce, or give --all")

@@ -169,7 +169,8 @@ class Run:
     def backward(self, batch: Batch, loss_fn: MethodLoss) -> Loss:
         """Gradient of the loss into the policy's parameters. An on-policy batch brings its own log-probs, which saves the forward pass."""
         recorded = None
-        if batch.version is not None and bool((batch.version == self.version).all()) and "sampled_elsewhere" not in batch.signals:
+        on_policy = batch.version is not None and int(batch.version[0]) == self.version and bool((batch.version == self.version).all())
+        if on_policy and "sampled_elsewhere" not in batch.signals:
             known = {"logp": batch.logp, "entropy": batch.signals.get("old_entropy"), "value": batch.signals.get("old_value")}
             if all(known.get(n) is not None for n in loss_fn.needs):
                 recorded = Signals({n: known[n] for n in loss_fn.needs})

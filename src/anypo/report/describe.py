@@ -8,7 +8,7 @@ from typing import Any
 
 from anypo import catalogue
 from anypo.method import Method, Study
-from anypo.reproduce import claims_of
+from anypo.claims import claims_of
 
 SOURCE = "src/anypo/methods"
 

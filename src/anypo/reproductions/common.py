@@ -53,6 +53,14 @@ def mean_over(seeds: Iterable[int], experiment: Callable[[int], float]) -> float
     return fmean(experiment(seed) for seed in seeds)
 
 
+def share_without_signal(batch: Batch) -> float:
+    """Share of groups in which every advantage is 0."""
+    assert batch.advantage is not None
+    _, index = torch.unique(batch.group, return_inverse=True)
+    size = batch.advantage.abs().sum(1).double()
+    return float((torch.zeros(int(index.max()) + 1, dtype=torch.float64).index_add(0, index, size) == 0).double().mean())
+
+
 @dataclass
 class ShuffledCredit:
     """An ablation: the inner credit's advantages, dealt to the wrong rows, so that nothing can be learned from them."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from anypo.batch import Batch
 from anypo.policy import Loss, Signals
-from anypo.seams.groups import masked_mean
+from anypo.seams.groups import masked_mean, whole
 
 if TYPE_CHECKING:
     from anypo.run import Run
@@ -26,6 +26,8 @@ LOG_RATIO_LIMIT = 20.0  # exp(20) is already far outside every trust region; kee
 
 def log_ratio(logp: Tensor, old_logp: Tensor, mask: Tensor) -> Float[Tensor, "N T"]:
     """log pi_new - log pi_old [N,T], 0 outside the mask (padding may hold -inf) and clamped to +-20."""
+    if whole(mask):
+        return (logp - old_logp).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     inside = mask.bool()
     zero = logp.new_zeros(())
     difference = torch.where(inside, logp, zero) - torch.where(inside, old_logp, zero)
@@ -63,10 +65,10 @@ def aggregate(values: Tensor, mask: Tensor, how: str, max_len: int | None = None
     "token_mean": mean over the batch's actions. "seq_mean": mean over rows of each row's mean. "constant": sum / (rows * max_len).
     Rows without actions count in none of them. Raises ValueError for another name, or for "constant" without `max_len`.
     """
+    if how == "token_mean":
+        return masked_mean(values, mask)
     inside = mask.bool()
     values = torch.where(inside, values, torch.zeros_like(values))
-    if how == "token_mean":
-        return values.sum() / inside.sum().clamp(min=1)
     length = inside.sum(dim=1)
     rows = (length > 0).sum().clamp(min=1)
     if how == "seq_mean":

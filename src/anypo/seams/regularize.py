@@ -10,7 +10,7 @@ from torch import Tensor
 
 from anypo.batch import Batch
 from anypo.policy import Loss, Signals
-from anypo.seams.groups import masked_mean
+from anypo.seams.groups import masked_mean, masked_std
 from anypo.seams.objective import aggregate, kl_estimate
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class ValueLoss:
         returns = batch.signal("returns")
         old_value = batch.signals.get("old_value")
         loss = value_loss(new.value, returns, batch.counted, old_value, self.clip)
-        residual = masked_mean((new.value.detach() - returns) ** 2, batch.counted)
-        spread = masked_mean((returns - masked_mean(returns, batch.counted)) ** 2, batch.counted)
-        explained = float(1 - residual / spread) if float(spread) > 0 else 0.0
+        residual = loss.detach() if self.clip is None else masked_mean((new.value.detach() - returns) ** 2, batch.counted)
+        spread = float(masked_std(returns, batch.counted)) ** 2
+        explained = 1 - float(residual) / spread if spread > 0 else 0.0
         return Loss(self.coefficient * loss, {"value_loss": float(loss.detach()), "explained_variance": explained})

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,8 @@ class GradientSteps:
     def __call__(self, batch: Batch, loss_fn: MethodLoss, run: Run) -> dict[str, float]:
         optimizer = run.optimizer(self.build)
         unit = ("action" if run.policy.memoryless else "group") if self.unit == "auto" else self.unit
+        if unit == "action" and self.minibatches > 1:
+            batch, unit = flatten_actions(batch), "row"
         totals: dict[str, list[float]] = {}
         for _ in range(self.epochs):
             for part in minibatches(batch, self.minibatches, unit, run.generator):
@@ -51,12 +54,12 @@ class GradientSteps:
         """Gradient, clip, optimizer step, zero; returns the loss, its metrics and the gradient norm."""
         optimizer.zero_grad(set_to_none=True)
         loss = run.backward(part, loss_fn)
-        norm = clip_gradients(run.policy, self.max_grad_norm)
-        if not torch.isfinite(norm):
+        norm = float(clip_parameters([p for g in optimizer.param_groups for p in g["params"]], self.max_grad_norm))
+        if not math.isfinite(norm):
             raise FloatingPointError("the gradient is not finite; lower the learning rate or check the reward and the objective")
         optimizer.step()
         run.advance_version()
-        return {"loss": float(loss.value), **loss.metrics, "grad_norm": float(norm)}
+        return {"loss": float(loss.value), **loss.metrics, "grad_norm": norm}
 
     def build(self, policy: Policy) -> torch.optim.Optimizer:
         return build_optimizer(policy, self.optimizer, self.learning_rate, self.weight_decay, {"value": self.value_learning_rate})
@@ -77,15 +80,26 @@ def build_optimizer(
     factory: Any = getattr(importlib.import_module(module), attribute)
     base = learning_rate or policy.learning_rate
     groups = [dict(g, lr=(role_rates or {}).get(g.get("role", ""), None) or base) for g in policy.parameter_groups() if g["params"]]
-    return factory(groups, lr=base, weight_decay=weight_decay)
+    options: dict[str, Any] = {"lr": base, "weight_decay": weight_decay}
+    if name in ("adam", "adamw") and all(p.dtype.is_floating_point and p.device.type in ("cpu", "cuda") for g in groups for p in g["params"]):
+        options["fused"] = True  # one call for all parameters; for small networks the calls are what a step costs
+    return factory(groups, **options)
 
 
 def clip_gradients(policy: Policy, max_norm: float | None) -> Tensor:
     """Scale all gradients to a total norm of at most `max_norm`; returns the norm before."""
-    parameters = [p for p in policy.parameters() if p.grad is not None]
-    if not parameters:
+    return clip_parameters(policy.parameters(), max_norm)
+
+
+def clip_parameters(parameters: Iterable[Tensor], max_norm: float | None) -> Tensor:
+    """`clip_gradients` for some parameters."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not gradients:
         return torch.zeros(())
-    return torch.nn.utils.clip_grad_norm_(parameters, float("inf") if max_norm is None else max_norm)
+    norm = torch.nn.utils.get_total_norm(gradients)
+    if max_norm is not None and float(norm) > max_norm:
+        torch._foreach_mul_(gradients, max_norm / (float(norm) + 1e-6))
+    return norm
 
 
 def minibatches(batch: Batch, parts: int, unit: str, generator: torch.Generator) -> Iterator[Batch]:
@@ -97,11 +111,16 @@ def minibatches(batch: Batch, parts: int, unit: str, generator: torch.Generator)
         return
     if unit == "action":
         batch = flatten_actions(batch)
-    keys = batch.group if unit == "group" else torch.arange(len(batch))
-    _, index = torch.unique(keys, return_inverse=True)
+    index = torch.unique(batch.group, return_inverse=True)[1] if unit == "group" else torch.arange(len(batch))
     order = torch.randperm(int(index.max()) + 1, generator=generator)
-    for chosen in order.chunk(min(parts, len(order))):
-        yield batch[torch.isin(index, chosen).nonzero().flatten()] if unit == "group" else batch[chosen]
+    pieces = order.chunk(min(parts, len(order)))
+    if unit == "group":
+        yield from (batch[torch.isin(index, chosen).nonzero().flatten()] for chosen in pieces)
+        return
+    shuffled, start = batch[order], 0  # dealt once; the pieces are then views of it
+    for chosen in pieces:
+        yield shuffled[start : start + len(chosen)]
+        start += len(chosen)
 
 
 def flatten_actions(batch: Batch) -> Batch:

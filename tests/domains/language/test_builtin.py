@@ -19,6 +19,7 @@ from anypo.domains.language.builtin.pretrain import (
     build_model,
     build_tokenizer,
     corpus_rows,
+    isolating_mask,
     learning_rate,
     noisy_completion,
     weighted_loss,
@@ -105,7 +106,7 @@ def test_the_corpus_has_no_held_out_prompt_and_its_stated_noise() -> None:
     assert sum(SHARES.values()) == pytest.approx(1) and sum(KIND_SHARES.values()) == pytest.approx(1)
     assert set(KIND_SHARES) == set(PROBLEMS)
     tokenizer = build_tokenizer()
-    ids, weights = corpus_rows(tokenizer, rows=64, length=128, rng=np.random.default_rng(0))
+    ids, weights = corpus_rows(tokenizer, rows=64, length=128, noisy=True, rng=np.random.default_rng(0))
     assert ids.shape == weights.shape == (64, 128)
     text = tokenizer.decode(ids.flatten())
     prompts = [example[: max(example.find("="), example.find(":")) + 1] for example in text.split("<bos>")[1:-1]]
@@ -133,6 +134,26 @@ def test_the_loss_is_the_weighted_mean_of_single_tokens(model: LlamaForCausalLM)
         log_probability = model(input_ids=ids).logits.log_softmax(-1)
         expected = -(log_probability[0, 2, ids[0, 3]] + 3 * log_probability[1, 7, ids[1, 8]]) / 4
         assert weighted_loss(model, ids, weights) == pytest.approx(expected.item(), rel=1e-4)
+
+
+def test_an_isolated_example_does_not_see_its_neighbours(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    alone = tokenizer("47+38=85<eos>", return_tensors="pt")["input_ids"]
+    row = torch.cat([tokenizer("12+34=46", return_tensors="pt")["input_ids"], alone], dim=1)
+    with torch.no_grad():
+        masked = model(input_ids=row, attention_mask=isolating_mask(row, tokenizer.bos_token_id)).logits[:, -alone.shape[1] :]
+        assert torch.allclose(masked, model(input_ids=alone).logits, atol=1e-4)
+        assert not torch.allclose(model(input_ids=row).logits[:, -alone.shape[1] :], masked, atol=1e-2)
+
+
+def test_the_textbook_stage_has_only_right_examples() -> None:
+    tokenizer = build_tokenizer()
+    ids, _ = corpus_rows(tokenizer, rows=8, length=128, noisy=False, rng=np.random.default_rng(0))
+    examples = [text.removesuffix("<eos>") for text in tokenizer.decode(ids.flatten()).split("<bos>")[1:-1]]
+    sums = [text.split("=") for text in examples if "=" in text]
+    assert len(sums) > 10
+    for prompt, answer in sums:
+        a, sign, b = prompt[:2], prompt[2], prompt[3:]
+        assert int(answer) == (int(a) + int(b) if sign == "+" else int(a) - int(b))
 
 
 def test_the_learning_rate_rises_and_falls() -> None:

@@ -175,7 +175,7 @@ def test_another_hidden_layer() -> None:
 def test_a_model_with_a_window_says_that_it_falls_back(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert not policy("mistral").network.takes_trees
-    assert "MistralForCausalLM cannot take a tree attention mask" in caplog.text
+    assert "MistralForCausalLM cannot take tree attention" in caplog.text
 
 
 def test_lora_trains_adapters_alone_and_its_snapshot_shares_the_base() -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -55,7 +58,11 @@ def test_functions_receive_lists_by_keyword():
 
 
 def test_functions_without_keyword_arguments_receive_what_they_name():
-    assert score(lambda completions, answer: [float(c == a) for c, a in zip(completions, answer, strict=True)]).values[:, 0].tolist() == [1, 0, 1]
+    assert score(lambda completions, answer: [float(c == a) for c, a in zip(completions, answer, strict=True)]).values[:, 0].tolist() == [
+        1,
+        0,
+        1,
+    ]
 
 
 def test_chat_prompts_bring_message_completions():
@@ -113,7 +120,7 @@ def raises(completions, **_):
 @pytest.mark.parametrize(
     ("function", "sentence"),
     [
-        (raises, r"'f' raised KeyError: 'no such thing'; correct it, or set on_error='zero'"),
+        (raises, r"'f' raised KeyError: 'no such thing'; correct it, or count 0 there with reward_errors='zero'"),
         (lambda completions: [1.0], r"'f' returned 1 rewards for 3 completions"),
         (lambda completions: [1.0, math.nan, 0.0], r"'f' returned nan for completion 1, and rewards must be finite \(None means"),
         (lambda completions: [1.0, 0.0, math.inf], r"'f' returned inf for completion 2"),
@@ -144,7 +151,11 @@ def test_with_zero_only_the_bad_rows_are_lost(caplog):
 
 
 def test_zero_covers_nan_and_single_rows():
-    assert score(lambda completions: [math.nan if c == "bb" else 1.0 for c in completions], on_error="zero").values[:, 0].tolist() == [1, 0, 1]
+    assert score(lambda completions: [math.nan if c == "bb" else 1.0 for c in completions], on_error="zero").values[:, 0].tolist() == [
+        1,
+        0,
+        1,
+    ]
     assert Rewards({"f": raises}, on_error="zero")(["p"], ["bb"], [{}]).values.tolist() == [[0.0]]
 
 
@@ -204,8 +215,6 @@ def test_state_survives_a_limit_that_is_not_reached():
 
 
 def test_limits_nest_and_leave_no_alarm():
-    import signal
-
     def inner():
         with pytest.raises(Hang):
             limited(lambda: time.sleep(5), 0.1)
@@ -222,6 +231,38 @@ def test_children_answer_fail_and_are_killed():
         in_child(lambda: 1 / 0, 20.0)
     with pytest.raises(Hang):
         in_child(lambda: time.sleep(60), 0.2)
+
+
+def test_a_child_ends_without_its_parent(tmp_path):
+    def call() -> None:
+        (tmp_path / "pid").write_text(str(os.getpid()))
+        time.sleep(300)
+
+    parent = os.fork()
+    if parent == 0:
+        try:
+            in_child(call, 2.0)
+        finally:
+            os._exit(0)
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    child = int((tmp_path / "pid").read_text())
+    while _alive(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _alive(child)
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    stat = Path(f"/proc/{process}/stat")
+    return not (stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "Z")
 
 
 # ---- ready rewards

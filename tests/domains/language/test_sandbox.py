@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -33,7 +37,9 @@ def test_exit_is_known_and_its_code_counts():
     assert run_python("exit(3)").status == "error"
 
 
-@pytest.mark.parametrize("code", ["while True: pass", "import time; time.sleep(60)", "while True:\n    try:\n        pass\n    except: pass"])
+@pytest.mark.parametrize(
+    "code", ["while True: pass", "import time; time.sleep(60)", "while True:\n    try:\n        pass\n    except: pass"]
+)
 def test_endless_programs_time_out(code):
     started = time.monotonic()
     assert run_python(code, timeout=0.5).status == "timeout"
@@ -100,6 +106,42 @@ def test_nothing_is_left_behind(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the guards are Linux's")
+def test_every_guard_that_this_kernel_has_is_used():
+    kernel = ctypes.CDLL(None)
+    status = Path("/proc/self/status").read_text()
+    assert ("landlock" in GUARDS) == (kernel.syscall(444, None, ctypes.c_size_t(0), 1) >= 1)
+    assert ("seccomp" in GUARDS) == ("Seccomp_filters:" in status and os.uname().machine in ("x86_64", "aarch64"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere only the limit on CPU time ends an orphan")
+def test_programs_do_not_outlive_who_asked():
+    code = "from anypo.domains.language.sandbox import run_python; run_python('import time; time.sleep(300)', timeout=300)"
+    parent = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        child = _until(lambda: Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split())[0]
+        _until(lambda: b"confine.py" in Path(f"/proc/{child}/cmdline").read_bytes() and _sleeps(child))
+    finally:
+        parent.kill()
+        parent.wait()
+    assert _until(lambda: not Path(f"/proc/{child}").exists() or _state(child) == "Z")
+
+
+def _state(process: str) -> str:
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def _sleeps(process: str) -> bool:
+    return _state(process) == "S" and "Seccomp:\t2" in Path(f"/proc/{process}/status").read_text()
+
+
+def _until(condition, seconds: float = 20.0):
+    deadline = time.monotonic() + seconds
+    while not (found := condition()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return found
+
+
 # Behind the audit hook: ctypes.pythonapi reaches the C library without opening it, so these calls meet the kernel alone.
 RAW = "import ctypes; c = ctypes.pythonapi\n"
 
@@ -114,7 +156,9 @@ def test_the_kernel_refuses_system_calls(call):
 
 @pytest.mark.skipif("landlock" not in GUARDS, reason="this kernel has no landlock")
 def test_the_kernel_refuses_files_outside():
-    code = f"{RAW}print(c.open(b'/etc/passwd', 0), c.open(b'/etc/anypo', 0o101, 0o600), c.mkdir(b'd', 0o700), c.open(b'program.py', 0) >= 0)"
+    code = (
+        f"{RAW}print(c.open(b'/etc/passwd', 0), c.open(b'/etc/anypo', 0o101, 0o600), c.mkdir(b'd', 0o700), c.open(b'program.py', 0) >= 0)"
+    )
     assert run_python(code).stdout == "-1 -1 -1 True\n"
 
 
@@ -135,14 +179,14 @@ def test_a_child_that_cannot_start_is_said(monkeypatch, tmp_path):
     broken = tmp_path / "confine.py"
     broken.write_text("raise OSError('no limits here')")
     monkeypatch.setattr("anypo.domains.language.sandbox.CHILD", str(broken))
-    with pytest.raises(RuntimeError, match="could not be set up.*no limits here"):
+    with pytest.raises(RuntimeError, match=r"could not be set up.*no limits here"):
         run_python("print(1)")
 
 
 def test_a_weak_kernel_is_said_once(monkeypatch, tmp_path, caplog):
     from anypo.domains.language import sandbox
 
-    text = open(sandbox.CHILD).read().replace('sys.platform == "linux"', "False")
+    text = Path(sandbox.CHILD).read_text().replace('sys.platform == "linux"', "False")
     (tmp_path / "confine.py").write_text(text)
     monkeypatch.setattr(sandbox, "CHILD", str(tmp_path / "confine.py"))
     sandbox._warn_once.cache_clear()

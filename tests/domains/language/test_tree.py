@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from anypo.domains.language.tree import bins, pack, row_lengths
+from anypo.domains.language.tree import PackedRow, bins, pack, row_lengths
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=9)
 
@@ -19,6 +19,17 @@ def read_back(sequences: list[Tensor], budget: int, prompt_lengths: list[int] | 
         for which, places in zip(row.rows.tolist(), row.node, strict=True):
             found[which] = row.tokens[places[places >= 0]].tolist()
     return found
+
+
+def dense(row: PackedRow) -> Tensor:
+    """The attention mask that the blocks stand for, read at the places their outputs are read from."""
+    seen_by = []
+    for block in row.blocks:
+        seen = torch.ones(*block.query.shape, block.key.shape[1]).tril().bool() if block.seen is None else block.seen
+        for i, key in enumerate(block.key):
+            for sees in seen[i]:
+                seen_by.append(torch.zeros(len(row.tokens), dtype=torch.bool).index_fill(0, key[sees], True))
+    return torch.stack(seen_by)[row.output]
 
 
 @settings(max_examples=60, deadline=None)
@@ -39,6 +50,7 @@ def test_a_token_sees_exactly_its_own_prefix(lists: list[list[int]], budget: int
             for depth, node in enumerate(path):
                 assert row.mask[node].nonzero().flatten().tolist() == path[: depth + 1]
                 assert row.position[node] == depth
+        assert torch.equal(dense(row), row.mask)
         assert len(row.tokens) <= budget or len(row.rows) == 1
         assert set(row.node[row.node >= 0].tolist()) == set(range(len(row.tokens)))  # nothing is padding
 

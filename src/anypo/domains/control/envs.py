@@ -8,6 +8,7 @@ Gymnasium's thin wrappers taken off. Left out: worker processes (a step of these
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -51,6 +52,7 @@ class Step(NamedTuple):
     terminated: NDArray[np.bool_]  # [N]
     truncated: NDArray[np.bool_]  # [N]
     cost: NDArray[np.float64] | None = None  # [N], of environments that report `info["cost"]`
+    failed: NDArray[np.bool_] | None = None  # [N], rows that raised and are to begin anew; None when there are none
 
 
 class Environments(Protocol):
@@ -58,6 +60,7 @@ class Environments(Protocol):
 
     count: int
     restorable: bool  # whether get_state and set_state bring an episode back exactly
+    failures: int  # environments that were made anew after they raised
 
     def reset(self, row: int, seed: int | None = None) -> NDArray[np.float32]: ...
 
@@ -77,7 +80,7 @@ def maker(environment: str | Maker) -> Maker:
     if not isinstance(environment, str):
         return environment
     name = environment.removeprefix("gym:")
-    if name not in gymnasium.registry:
+    if name not in gymnasium.registry and ":" not in name:  # module:Id lets Gymnasium import the module that registers it
         near = difflib.get_close_matches(name, gymnasium.registry, 3, 0.5)
         hint = f"did you mean {' or '.join(near)}?" if near else "gymnasium.registry lists those that are installed"
         raise ValueError(f"unknown environment '{name}'; {hint}")
@@ -123,21 +126,22 @@ def describe(make: Maker) -> Spaces:
     return Spaces(name, size, isinstance(observed, spaces.Discrete), actions, low, high)
 
 
-def make_environments(make: Maker, spaces: Spaces, count: int) -> Environments:
-    """The fastest form of `count` environments."""
+def make_environments(make: Maker, spaces: Spaces, count: int, tolerant: bool = False) -> Environments:
+    """The fastest form of `count` environments; `tolerant` ones report a row that raises as `failed` instead of raising EnvironmentFailed."""
     first = make()
     spec = first.spec
     plain = spec is not None and not spec.kwargs and not spec.additional_wrappers and type(first.unwrapped).__module__.startswith("gymnasium.")
     if plain and spec.id in classic.KNOWN:
         first.close()
         return Classic(spec.id, count, int(spec.max_episode_steps or 10**9))
-    return Separate(first, make, spaces, count)
+    return Separate(first, make, spaces, count, tolerant)
 
 
 class Classic:
     """N classic-control problems as arrays."""
 
     restorable = True
+    failures = 0
 
     def __init__(self, name: str, count: int, limit: int) -> None:
         from gymnasium.utils import seeding
@@ -183,12 +187,12 @@ class Classic:
 class Separate:
     """N environments stepped one after another.
 
-    Gymnasium's order and time-limit wrappers are replaced by a counter where nothing else is wrapped around. An environment that raises leaves
-    this object usable: `replace` makes that row anew.
+    Gymnasium's order and time-limit wrappers are replaced by a counter where nothing else is wrapped around. With `tolerant`, an environment that
+    raises ends its episode (`failed`), and the next reset of that row makes a new one with a seed of its own.
     """
 
-    def __init__(self, first: Any, make: Maker, spaces: Spaces, count: int) -> None:
-        self.make, self.spaces, self.count = make, spaces, count
+    def __init__(self, first: Any, make: Maker, spaces: Spaces, count: int, tolerant: bool = False) -> None:
+        self.make, self.spaces, self.count, self.tolerant = make, spaces, count, tolerant
         made = [first, *(make() for _ in range(count - 1))]
         self.limits, self.environments = [], []
         for environment in made:
@@ -200,19 +204,24 @@ class Separate:
         self.action_shape = first.action_space.shape
         self.action_dtype = first.action_space.dtype
         self.restorable = all(_keeper(e) is not None for e in self.environments)
+        self.seeds, self.broken = [0] * count, [False] * count
+        self.failures = 0
 
     def reset(self, row: int, seed: int | None = None) -> NDArray[np.float32]:
-        observation, _ = self.environments[row].reset(seed=seed)
+        if self.broken[row]:
+            self.environments[row], self.limits[row] = _unwrap(self.make())
+            self.broken[row] = False
+            self.failures += 1
+            seed = self.seeds[row] + self.failures if seed is None else seed
+        self.seeds[row] = self.seeds[row] if seed is None else seed
         self.elapsed[row] = 0
-        self.last[row] = self._flat(observation)
+        try:
+            self.last[row] = self._flat(self.environments[row].reset(seed=seed)[0])
+        except Exception as error:
+            raise EnvironmentFailed(f"{self.spaces.name} raised {type(error).__name__} when an episode was to begin: {error}", row) from error
         if not np.isfinite(self.last[row]).all():
             raise EnvironmentFailed(f"{self.spaces.name} began an episode with an observation that is not finite", row)
         return self.last[row]
-
-    def replace(self, row: int, seed: int) -> NDArray[np.float32]:
-        """A new environment in this row, after the old one failed; its first observation."""
-        self.environments[row], self.limits[row] = _unwrap(self.make())
-        return self.reset(row, seed)
 
     def step(self, action: NDArray, rows: NDArray[np.int64] | None = None) -> Step:
         chosen = range(self.count) if rows is None else rows.tolist()
@@ -220,35 +229,48 @@ class Separate:
         observation = np.empty((size, self.spaces.observation_size), dtype=np.float32)
         reward, terminated, truncated = np.empty(size), np.empty(size, dtype=bool), np.empty(size, dtype=bool)
         costs: NDArray[np.float64] | None = None
+        failed: NDArray[np.bool_] | None = None
         discrete = self.spaces.actions is not None
         acts = action.tolist() if discrete else action.astype(self.action_dtype, copy=False).reshape(size, *self.action_shape)
         for i, row in enumerate(chosen):
             try:
-                seen, reward[i], terminated[i], truncated[i], info = self.environments[row].step(acts[i])
-                observation[i] = self._flat(seen)
-            except Exception as error:
-                raise EnvironmentFailed(self._said(f"raised {type(error).__name__}: {error}", row), row) from error
-            self.elapsed[row] += 1
-            if self.elapsed[row] >= self.limits[row]:
-                truncated[i] = True
-            if not np.isfinite(reward[i]) or not np.isfinite(observation[i]).all():
-                raise EnvironmentFailed(self._said("gave an observation or a reward that is not finite", row), row)
+                observation[i], reward[i], terminated[i], truncated[i], info = self._one(row, acts[i])
+            except EnvironmentFailed:
+                if not self.tolerant:
+                    raise
+                failed = np.zeros(size, dtype=bool) if failed is None else failed
+                observation[i], reward[i], terminated[i], truncated[i], failed[i] = self.last[row], 0.0, False, True, True
+                self.broken[row] = True
+                continue
             self.last[row] = observation[i]
             if "cost" in info:
                 costs = np.zeros(size) if costs is None else costs
                 costs[i] = info["cost"]
-        return Step(observation, reward, terminated, truncated, costs)
+        return Step(observation, reward, terminated, truncated, costs, failed)
+
+    def _one(self, row: int, action: Any) -> tuple[NDArray[np.float32], float, bool, bool, dict[str, Any]]:
+        try:
+            seen, reward, terminated, truncated, info = self.environments[row].step(action)
+            observation = self._flat(seen)
+            fine = math.isfinite(reward) and math.isfinite(observation.sum())
+        except Exception as error:
+            raise EnvironmentFailed(self._said(f"raised {type(error).__name__}: {error}", row), row) from error
+        if not fine:
+            raise EnvironmentFailed(self._said("gave an observation or a reward that is not finite", row), row)
+        self.elapsed[row] += 1
+        return observation, reward, terminated, truncated or self.elapsed[row] >= self.limits[row], info
 
     def get_state(self, row: int) -> dict[str, Any]:
         keep = _keeper(self.environments[row])
         inner = keep.read(self.environments[row].unwrapped) if keep else None
         random = self.environments[row].unwrapped.np_random.bit_generator.state
-        return {"inner": inner, "elapsed": self.elapsed[row], "last": self.last[row].copy(), "random": random}
+        return {"inner": inner, "elapsed": self.elapsed[row], "last": self.last[row].copy(), "random": random, "seed": self.seeds[row]}
 
     def set_state(self, row: int, state: dict[str, Any]) -> NDArray[np.float32]:
         """Bring an episode back; without a way to do so (`restorable` is False) the episode starts anew, from the kept random stream."""
         environment = self.environments[row]
         keep = _keeper(environment)
+        self.seeds[row] = state["seed"]
         environment.reset(seed=0)
         environment.unwrapped.np_random.bit_generator.state = state["random"]
         if keep is None or state["inner"] is None:

@@ -13,7 +13,7 @@ import sys
 
 PROGRAM = "program.py"
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
-PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
+PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER, PR_SET_PDEATHSIG, SIGKILL = 38, 22, 2, 1, 9
 CAPABILITY_VERSION_3 = 0x20080522
 # Landlock's rights on files, by bit, and how many bits each version of its interface knows
 READ_FILE, READ_DIR, WRITE_FILE, REMOVE_FILE, MAKE_REG, TRUNCATE = 1 << 2, 1 << 3, 1 << 1, 1 << 5, 1 << 8, 1 << 14
@@ -81,6 +81,7 @@ def _linux_guards(readable: list[str]) -> list[str]:
         return guards
     if _landlock(libc, readable):
         guards.append("landlock")
+    libc.prctl(PR_SET_PDEATHSIG, SIGKILL)  # a program does not outlive the one who asked for it
     machine = os.uname().machine
     if machine in ARCHITECTURES and _seccomp(libc, *ARCHITECTURES[machine]):
         guards.append("seccomp")

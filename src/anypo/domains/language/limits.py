@@ -68,7 +68,7 @@ def in_child(call: Callable[[], Any], seconds: float | None) -> Any:
         warnings.simplefilter("ignore", DeprecationWarning)  # the child calls one function and leaves, whatever threads there were
         pid = os.fork()
     if pid == 0:
-        _child(call, write)
+        _child(call, write, seconds)
     os.close(write)
     deadline = math.inf if seconds is None else time.monotonic() + seconds
     received = b""
@@ -93,9 +93,11 @@ def in_child(call: Callable[[], Any], seconds: float | None) -> Any:
     return message["value"]
 
 
-def _child(call: Callable[[], Any], write: int) -> None:
+def _child(call: Callable[[], Any], write: int, seconds: float | None) -> None:
     try:
         os.setsid()
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, 0 if seconds is None else seconds + 1)  # it ends even when its parent is gone
         torch.set_num_threads(1)  # the thread pool of the parent does not exist here, and waiting for it would never end
         try:
             message = {"value": call()}

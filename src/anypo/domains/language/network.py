@@ -16,7 +16,8 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
-from anypo.domains.language.tree import pack
+from anypo.domains.language import attention
+from anypo.domains.language.tree import PackedRow, pack
 
 log = logging.getLogger(__name__)
 
@@ -41,10 +42,13 @@ class Network:
         self.scale = float(getattr(self.config, "logit_scale", None) or 1 / (getattr(self.config, "logits_scaling", None) or 1.0))
         # transformers renamed the argument in 5.x.
         self.cache_argument = "cache" if "cache" in inspect.signature(self.body.forward).parameters else "past_key_values"
+        attention.register()
+        if self.config._attn_implementation == "sdpa":
+            self.config._attn_implementation = attention.NAME
         self._check_readout(model)
         self.takes_trees = self._try_tree()
         if not self.takes_trees:
-            log.warning("%s cannot take a tree attention mask; its rows are evaluated one by one, which is slower", type(model).__name__)
+            log.warning("%s cannot take tree attention; its rows are evaluated one by one, which is slower", type(model).__name__)
 
     @property
     def device(self) -> torch.device:
@@ -55,12 +59,25 @@ class Network:
         return self.head.weight.shape[0]
 
     def __call__(
-        self, tokens: Int64[Tensor, "B L"], mask: Tensor | None, position: Int64[Tensor, "B L"] | None, cache: Any = None, layer: int | None = None
+        self,
+        tokens: Int64[Tensor, "B L"],
+        mask: Tensor | None,
+        position: Int64[Tensor, "B L"] | None,
+        cache: Any = None,
+        layer: int | None = None,
+        **more: Any,
     ) -> tuple[Float[Tensor, "B L D"], Float[Tensor, "B L D"]]:
         """(final states, states of `layer`); `mask` is [B,1,L,K] bool, a padding mask [B,K], or None for plain causal rows."""
         arguments = {"input_ids": tokens, "attention_mask": mask, "position_ids": position, "output_hidden_states": layer is not None}
-        output = self.body(**arguments, use_cache=cache is not None, **{self.cache_argument: cache})
+        output = self.body(**arguments, use_cache=cache is not None, **{self.cache_argument: cache}, **more)
         return output.last_hidden_state, output.last_hidden_state if layer is None else output.hidden_states[layer]
+
+    def read_packed(self, row: PackedRow, cache: Any = None, layer: int | None = None) -> tuple[Float[Tensor, "L D"], Float[Tensor, "L D"]]:
+        """(final states, states of `layer`) of a packed row. A cache only records."""
+        row = row.to(self.device)
+        unused = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)  # four dimensions keep transformers from making a mask itself
+        final, chosen = self(row.tokens[None], unused, row.position[None], cache, layer, packed=row)
+        return final[0], chosen[0]
 
     def readout(self, hidden: Float[Tensor, "M D"]) -> tuple[Float[Tensor, "M D"], Float[Tensor, "V D"]]:
         """(hidden, weight) such that the logits are `scale * hidden @ weight.T`; a bias becomes one more column."""
@@ -81,9 +98,9 @@ class Network:
         final, chosen, start = [], [], 0
         node = torch.full((len(sequences), max(len(s) for s in sequences)), -1)
         for row in pack(sequences, budget, prompt_lengths):
-            one, other = self(*(x.to(self.device) for x in (row.tokens[None], row.mask[None, None], row.position[None])), layer=layer)
-            final.append(one[0])
-            chosen.append(other[0])
+            one, other = self.read_packed(row, layer=layer)
+            final.append(one)
+            chosen.append(other)
             node[row.rows, : row.node.shape[1]] = torch.where(row.node < 0, row.node, row.node + start)
             start += len(row.tokens)
         return States(torch.cat(final), torch.cat(chosen), node.to(self.device))
@@ -113,7 +130,7 @@ class Network:
         self.takes_trees = True
         try:
             packed = self.states(trial, [3, 3, 2], 64)
-        except (TypeError, ValueError, RuntimeError):  # models differ in how they refuse a four-dimensional mask
+        except (TypeError, ValueError, RuntimeError):  # models differ in how they refuse what they do not know
             return False
         plain = self._plain_states(trial, None)
         return all(_close(packed.final[a[a >= 0]], plain.final[b[b >= 0]]) for a, b in zip(packed.node, plain.node, strict=True))

@@ -68,7 +68,7 @@ class LanguagePolicy(Policy):
             nn.init.zeros_(self.value_head.weight)
             nn.init.zeros_(self.value_head.bias)
         self.provides = frozenset({"logp", "entropy", "hidden", "logits"} | ({"value"} if value_head else set()))
-        self.learning_rate = 1e-5 if size > LARGE and not self.has_lora else 1e-3
+        self.learning_rate = 1e-5 if size > LARGE and not self.has_lora else 1e-4
 
     @property
     def causal_lm(self) -> Any:

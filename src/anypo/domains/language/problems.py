@@ -1,11 +1,11 @@
 """Small generated text problems whose answers a program can verify.
 
-Five kinds, each a `ProblemKind` in `PROBLEMS`: `arithmetic` (one sum), `sorting` (five digits), `chain` (running totals), `countdown` (an
-expression from given numbers; many answers are right) and `walk` (a shortest way around walls; many answers are right). Everything is a pure
-function of its arguments and of the random generator handed in; nothing here imports torch.
+Five kinds, each a `ProblemKind` in `PROBLEMS`: `arithmetic` (one sum), `sorting` (five digits), `chain` (running totals), `countdown`
+(an expression from given numbers; many answers are right) and `walk` (a shortest way around walls; many answers are right). Everything
+is a pure function of its arguments and of the random generator handed in; nothing here imports torch.
 
-A prompt belongs to the training or to the held-out split by a hash of its text alone, so the split is the same in every run, on every machine
-and in pre-training. The split is by text: `47+38=` may be held out while `38+47=` is trained on.
+A prompt belongs to the training or to the held-out split by a hash of its text alone, so the split is the same in every run, on every
+machine and in pre-training. The split is by text: `47+38=` may be held out while `38+47=` is trained on.
 
 Left out: partial credit. Every check returns 0 or 1, because a graded reward on problems this small rewards guessing.
 """
@@ -101,7 +101,8 @@ def _distinct(kind: ProblemKind, count: int, rng: np.random.Generator, held_out:
     if len(found) < count:
         split = "held-out" if held_out else "training"
         raise ValueError(
-            f"'{kind.name}' gave only {len(found)} distinct {split} problems in {count * TRIES} draws; ask for at most {len(found)}, not {count}"
+            f"'{kind.name}' gave only {len(found)} distinct {split} problems in {count * TRIES} draws; "
+            f"ask for at most {len(found)}, not {count}"
         )
     return list(found.values())
 
@@ -200,7 +201,7 @@ def check_countdown(completion: str, answer: str, numbers: list[int], **columns:
 
 
 def _value(node: ast.expr, used: list[int]) -> Fraction:
-    """The value of a parsed expression; the numbers in it are appended to `used`. Raises ValueError for anything but the four operations."""
+    """The value of a parsed expression; its numbers are appended to `used`. Raises ValueError for anything but the four operations."""
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
         return OPERATIONS[type(node.op)](_value(node.left, used), _value(node.right, used))
     if isinstance(node, ast.Constant) and type(node.value) is int:

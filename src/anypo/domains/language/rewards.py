@@ -107,7 +107,9 @@ class Rewards:
         except Exception as error:
             reason, isolate = _reason(error), False
             if self.on_error == "stop":
-                raise RewardError(f"the reward function '{name}' {reason}; correct it, or set on_error='zero' to count 0 there") from error
+                raise RewardError(
+                    f"the reward function '{name}' {reason}; correct it, or count 0 there with reward_errors='zero'"
+                ) from error
         return self._rows(name, function, arguments, count, reason, isolate)
 
     def _rows(

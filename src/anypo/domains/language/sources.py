@@ -167,7 +167,10 @@ def given_rows(name: str, rows: Iterable[Any]) -> Rows:
 
 def called_rows(function: Callable[[], Any], name: str) -> Rows:
     """Rows from a function without arguments that returns a list of dicts."""
-    rows = function()
+    try:
+        rows = function()
+    except Exception as error:  # the user's code may raise anything
+        raise ValueError(f"the task function '{name}' raised {type(error).__name__}: {error}") from error
     if not isinstance(rows, list | tuple):
         raise ValueError(f"the task function '{name}' returned {type(rows).__name__}; it must return a list of dicts with a 'prompt' each")
     return given_rows(name, rows)
@@ -178,7 +181,7 @@ def hub_rows(spec: str) -> Rows:
     try:
         import datasets
     except ImportError as error:
-        raise ValueError("this task needs the package datasets; install it with: pip install datasets") from error
+        raise ValueError("this task needs the package datasets; install it with: pip install 'anypo[hub]'") from error
     name, _, split = spec.partition(":")
     configuration = None
     if not Path(name).exists() and name.count("/") == 2:

@@ -92,12 +92,13 @@ def _interior(logp: Tensor, kind: str, delta: float) -> Band:
 
 
 def _bisect(logp: Tensor, delta: float, far: Tensor, near: Tensor) -> Tensor:
-    """The ratio between `far` (divergence above delta, unless the whole side is allowed) and `near` (below) at which the divergence is delta."""
+    """The ratio between `far` and `near` (divergence 0) at which the divergence is delta; `far` itself when the whole side is allowed."""
+    edge, saturated = far, divergence(logp, far) <= delta
     for _ in range(BISECTIONS):
         middle = (far + near) / 2
         beyond = divergence(logp, middle) > delta
         far, near = torch.where(beyond, middle, far), torch.where(beyond, near, middle)
-    return near
+    return torch.where(saturated, edge, near)
 
 
 def loss(

@@ -30,9 +30,12 @@ Condition = Sequence[float]  # (easy objective, hard objective, threshold)
 
 
 def condition(reward: Rewards, conditions: Sequence[Condition]) -> Rewards:
-    """Equation 1: an easy reward counts only where the hard one reaches its threshold."""
+    """Equation 1: an easy reward counts only where the hard one, as it was given, reaches its threshold. Raises ValueError for an unknown one."""
     out = reward.clone()
     for easy, hard, threshold in conditions:
+        missing = [int(k) for k in (easy, hard) if not 0 <= k < reward.shape[1]]
+        if missing:
+            raise ValueError(f"a condition names objective {missing[0]}, but there are {reward.shape[1]}, numbered from 0")
         out[:, int(easy)] = torch.where(reward[:, int(hard)] >= threshold, reward[:, int(easy)], torch.zeros_like(reward[:, 0]))
     return out
 
@@ -73,6 +76,8 @@ class DecoupledNormalization:
     def __call__(self, batch: Batch, run: Run) -> Tensor:
         reward = objectives(batch)
         weights = self.weights or (1.0,) * reward.shape[1]
+        if len(weights) != reward.shape[1]:
+            raise ValueError(f"{len(weights)} weights for {reward.shape[1]} rewards; give one weight for each reward")
         total = advantages(reward, batch.group, weights, self.ddof, self.eps, self.batch_norm, self.conditions)
         return broadcast(total, batch.mask)
 

@@ -32,9 +32,9 @@ def rloo(reward: Float[Tensor, " N"], group: Int[Tensor, " N"]) -> Float[Tensor,
 
 def rloo_loss(logp: Float[Tensor, "N T"], mask: Tensor, advantages: Tensor) -> Tensor:
     """Equation 2, on-policy: minus the mean over non-empty rows of advantage times the row's log-prob. `advantages` [N] or [N,T] -> scalar."""
-    weights = broadcast(advantages, mask) if advantages.dim() == 1 else advantages
-    inside = torch.where(mask.bool(), weights * logp, torch.zeros_like(logp))
-    return -inside.sum() / (mask.sum(1) > 0).sum().clamp(min=1)
+    inside = torch.where(mask.bool(), logp, torch.zeros_like(logp))
+    weights = broadcast(advantages, mask) if advantages.dim() == 1 else torch.where(mask.bool(), advantages, torch.zeros_like(advantages))
+    return -(weights * inside).sum() / (mask.sum(1) > 0).sum().clamp(min=1)
 
 
 @dataclass

@@ -1,15 +1,16 @@
 """Pre-training of the built-in model: `python -m anypo.domains.language.builtin.pretrain --out DIR --minutes M`.
 
-The corpus is worked examples of the five kinds of `problems.py`, training split only, in two stages. The first one is a textbook: every example
-is right. The second one is deliberately as bad as text found in the wild: only the share `SHARES["right"]` of the examples is a correct answer
-in the right form; the others have a wrong character in them, break off too early, go on after the answer or talk before it. The model
-therefore learns how the problems are solved and, sampled at temperature 1, imitates the noise as well: it can do more than it shows, which is
-what reinforcement learning then brings out. No stage sees a held-out prompt, and a wrong answer is wrong by the check that gives the reward.
+The corpus is worked examples of the five kinds of `problems.py`, training split only, in two stages. The first one is a textbook: every
+example is right. The second one is deliberately as bad as text found in the wild: only the share `SHARES["right"]` of the examples is a
+correct answer in the right form; the others have a wrong character in them, break off too early, go on after the answer or talk before
+it. The model therefore learns how the problems are solved and, sampled at temperature 1, imitates the noise as well: it can do more
+than it shows, which is what reinforcement learning then brings out. No stage sees a held-out prompt, and a wrong answer is wrong by the
+check that gives the reward.
 
-Rows are filled with examples one after another (`<bos>prompt completion<eos><bos>...`), so nothing is padding. In the textbook stage an example
-sees only itself; in the second stage it sees the row before it as well, so that the model can be used at every position of a row.
-The hidden matrices are trained by Muon (as in torch.optim), the rest by AdamW: several times fewer steps than AdamW alone.
-Left out: mixed precision, several processes, resuming; one core needs about ten minutes.
+Rows are filled with examples one after another (`<bos>prompt completion<eos><bos>...`), so nothing is padding. In the textbook stage an
+example sees only itself; in the second stage it sees the row before it as well, so that the model can be used at every position of a
+row. The hidden matrices are trained by Muon (as in torch.optim), the rest by AdamW: several times fewer steps than AdamW alone. Left
+out: mixed precision, several processes, resuming; one core needs about ten minutes.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     """An untrained Llama model of about 0.87 million parameters."""
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4, initializer_range=0.05,
-            max_position_embeddings=CONTEXT, tie_word_embeddings=True, bos_token_id=tokenizer.bos_token_id,
+            vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
+            initializer_range=0.05, max_position_embeddings=CONTEXT, tie_word_embeddings=True, bos_token_id=tokenizer.bos_token_id,
             eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
         )
     )  # fmt: skip
@@ -91,11 +92,11 @@ def wrong_completion(kind: ProblemKind, problem: Problem, rng: np.random.Generat
             return wrong
 
 
-def corpus_rows(
-    tokenizer: PreTrainedTokenizerFast, rows: int, length: int, noisy: bool, rng: np.random.Generator
-) -> tuple[Tensor, Tensor]:
+def corpus_rows(tokenizer: PreTrainedTokenizerFast, rows: int, length: int, noisy: bool, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
     """Token ids [rows, length] and their loss weights [rows, length], filled with shuffled examples of every kind."""
-    size, ids, weights = rows * length, [], []
+    size = rows * length
+    ids: list[int] = []
+    weights: list[float] = []
     while len(ids) < size:
         examples = []
         for name, share in KIND_SHARES.items():

@@ -146,9 +146,12 @@ class TokenBandit:
         strings = vocabulary**horizon
         if targets > strings:
             raise ValueError(f"{targets} targets a prompt, but there are only {strings} strings; lower targets")
-        codes = torch.stack([torch.randperm(strings, generator=generator)[:targets] for _ in range(prompts)])
-        powers = vocabulary ** torch.arange(horizon - 1, -1, -1)
-        self.targets = codes[..., None] // powers % vocabulary  # [P, targets, T]
+        if strings > ENUMERATION_LIMIT:  # too many to shuffle; two equal targets are as good as impossible
+            self.targets = torch.randint(vocabulary, (prompts, targets, horizon), generator=generator)  # [P, targets, T]
+        else:
+            codes = torch.stack([torch.randperm(strings, generator=generator)[:targets] for _ in range(prompts)])
+            powers = vocabulary ** torch.arange(horizon - 1, -1, -1)
+            self.targets = codes[..., None] // powers % vocabulary
         self.eos, self.partial, self.reward_function = eos, partial, reward
         self.objectives = objectives
         self.prompts_per_step = prompts_per_step or prompts

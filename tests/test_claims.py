@@ -1,7 +1,7 @@
 from types import ModuleType
 
-from anypo import reproduce
-from anypo.reproduce import Evidence, ablation, claim, run_claim
+from anypo import claims
+from anypo.claims import Evidence, ablation, claim, run_claim
 
 
 def make(holds, ablation_holds=None, reproduced=True):
@@ -45,17 +45,17 @@ def test_an_exception_is_evidence_against_claim_and_never_for_an_ablation():
 def test_not_reproduced_claims_are_reported_but_do_not_fail_the_row(monkeypatch):
     module = ModuleType("fake")
     module.first, module.second = make(True), make(False, reproduced=False)
-    monkeypatch.setattr(reproduce.importlib, "import_module", lambda name: module)
-    row = reproduce.reproduce_one("fake", "fake")
+    monkeypatch.setattr(claims.importlib, "import_module", lambda name: module)
+    row = claims.reproduce_one("fake", "fake")
     assert row["holds"] and [c["holds"] for c in row["claims"]] == [True, False]
     module.third = make(False)
-    assert not reproduce.reproduce_one("fake", "fake")["holds"]
+    assert not claims.reproduce_one("fake", "fake")["holds"]
 
 
 def test_quick_skips_slow_claims_and_says_so(monkeypatch):
     module = ModuleType("fake")
     module.first = make(True)
     module.first.slow = True
-    monkeypatch.setattr(reproduce.importlib, "import_module", lambda name: module)
-    row = reproduce.reproduce_one("fake", "fake", quick=True)
+    monkeypatch.setattr(claims.importlib, "import_module", lambda name: module)
+    row = claims.reproduce_one("fake", "fake", quick=True)
     assert row["claims"] == [] and row["skipped"] == ["a sentence"]

@@ -1,0 +1,171 @@
+"""The soft actor-critic's policy: a squashed Gaussian actor, twin critics computed as one, their targets, and a learned temperature.
+
+Stored actions lie in (-1,1) and are scaled to the environment's bounds. The twin critics share every matrix product ([2,I,O] weights), which is most
+of what a step of this size costs. Left out: discrete actions, and more critics than two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Set
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from anypo.batch import Batch
+from anypo.domains.control.envs import Spaces
+from anypo.domains.control.policy import HALF_LOG_TWO_PI, EnvironmentPolicy, Moments, Network
+from anypo.policy import Signals
+
+ATANH_LIMIT = 1 - 1e-6  # logged actions this close to the bounds are taken for the bound's neighbour
+
+
+class TwinCritic(nn.Module):
+    """Two independent perceptrons [B,I] -> [2,B], evaluated together."""
+
+    def __init__(self, sizes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
+        for inputs, outputs in zip(sizes[:-1], sizes[1:], strict=True):
+            bound = 1 / math.sqrt(inputs)
+            self.weights.append(nn.Parameter(torch.empty(2, inputs, outputs).uniform_(-bound, bound)))
+            self.biases.append(nn.Parameter(torch.empty(2, 1, outputs).uniform_(-bound, bound)))
+
+    def forward(self, x: Float[Tensor, "B I"], *, frozen: bool = False) -> Float[Tensor, "2 B"]:
+        """`frozen`: no gradient reaches the weights, only the input."""
+        hidden = x.expand(2, *x.shape)
+        for i, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
+            if frozen:
+                weight, bias = weight.detach(), bias.detach()
+            hidden = torch.baddbmm(bias, hidden, weight)
+            if i + 1 < len(self.weights):
+                hidden = torch.relu(hidden)
+        return hidden.squeeze(-1)
+
+
+class SquashedGaussianActorCritic(EnvironmentPolicy):
+    """`evaluate` provides, at the batch's observations: [N,T,2] `q` of the stored actions, [N,T,2] `q_new` and [N,T] `logp_new` of fresh actions
+    reparameterized with `batch.signals["noise"]` [N,T,D] (the critics' weights get no gradient there), [N,T] `log_temperature`, [N,T] `logp` and
+    [N,T,D] `mean`, `log_std` before squashing. At `batch.signals["next_context"]`, without a gradient: [N,T,2] `next_q` of the target critics and
+    [N,T] `next_logp` for actions drawn with `next_noise`.
+    """
+
+    learning_rate = 3e-4
+    optimizer = "adam"
+    provides = frozenset({"logp", "mean", "log_std", "q", "q_new", "logp_new", "log_temperature", "next_q", "next_logp"})
+
+    def __init__(
+        self, spaces: Spaces, *, hidden: tuple[int, ...] = (256, 256), normalize_observations: bool = False, initial_temperature: float = 1.0,
+        log_std_bounds: tuple[float, float] = (-5.0, 2.0), seed: int = 0,
+    ) -> None:  # fmt: skip
+        """Weights depend on `seed` alone. Raises ValueError for spaces without continuous, bounded actions."""
+        super().__init__()
+        if spaces.low is None or spaces.high is None:
+            raise ValueError(f"{spaces.name} has discrete actions; this method acts in continuous ones, so choose Pendulum-v1 or a MuJoCo task")
+        if not (np.isfinite(spaces.low).all() and np.isfinite(spaces.high).all()):
+            raise ValueError(f"{spaces.name} has actions without bounds; this method scales its actions to finite bounds")
+        self.spaces, self.hidden_sizes, self.log_std_bounds = spaces, tuple(hidden), log_std_bounds
+        self.initial_temperature = initial_temperature
+        dimensions = spaces.action_size
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.actor_network = Network((spaces.observation_size, *hidden, 2 * dimensions), scale=0.01, activation="relu")
+            self.critic = TwinCritic((spaces.observation_size + dimensions, *hidden, 1))
+        self.target_critic = TwinCritic((spaces.observation_size + dimensions, *hidden, 1)).requires_grad_(False)
+        self.target_critic.load_state_dict(self.critic.state_dict())
+        self.log_temperature = nn.Parameter(torch.tensor(math.log(initial_temperature)))
+        self.moments = Moments(spaces.observation_size) if normalize_observations else None
+        self.centre, self.reach = (spaces.high + spaces.low) / 2, (spaces.high - spaces.low) / 2
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        return {
+            "hidden": list(self.hidden_sizes),
+            "normalize_observations": self.moments is not None,
+            "initial_temperature": self.initial_temperature,
+            "log_std_bounds": list(self.log_std_bounds),
+        }
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        return [
+            {"params": list(self.actor_network.parameters()), "role": "policy"},
+            {"params": list(self.critic.parameters()), "role": "value"},
+            {"params": [self.log_temperature], "role": "temperature"},
+        ]
+
+    def distribution(self, observation: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and log standard deviation before squashing, of normalized observations [...,O]."""
+        mean, log_std = self.actor_network(observation).chunk(2, dim=-1)
+        return mean, log_std.clamp(*self.log_std_bounds)
+
+    def evaluate(self, batch: Batch, needs: Set[str]) -> Signals:
+        shape = batch.mask.shape
+        observation = self.normalize(batch.context).flatten(0, 1)
+        signals = Signals()
+        if "q" in needs:
+            signals["q"] = self._pairs(self.critic(torch.cat([observation, batch.action.flatten(0, 1)], dim=1)), shape)
+        if needs & {"q_new", "logp_new", "mean", "log_std", "logp"}:
+            mean, log_std = self.distribution(observation)
+            if needs & {"mean", "log_std"}:
+                signals["mean"], signals["log_std"] = mean.unflatten(0, shape), log_std.unflatten(0, shape)
+            if "logp" in needs:
+                signals["logp"] = stored_logp(batch.action.flatten(0, 1), mean, log_std).view(shape) * batch.mask
+            if needs & {"q_new", "logp_new"}:
+                action, logp = squash(mean, log_std, batch.signal("noise").flatten(0, 1))
+                signals["logp_new"] = logp.view(shape)
+                if "q_new" in needs:
+                    signals["q_new"] = self._pairs(self.critic(torch.cat([observation, action], dim=1), frozen=True), shape)
+        if "log_temperature" in needs:
+            signals["log_temperature"] = self.log_temperature.expand(shape)
+        if needs & {"next_q", "next_logp"}:
+            signals.update(self._following(batch, shape))
+        return signals
+
+    @torch.no_grad()
+    def _following(self, batch: Batch, shape: torch.Size) -> dict[str, Tensor]:
+        observation = self.normalize(batch.signal("next_context")).flatten(0, 1)
+        action, logp = squash(*self.distribution(observation), batch.signal("next_noise").flatten(0, 1))
+        q = self.target_critic(torch.cat([observation, action], dim=1))
+        return {"next_q": self._pairs(q, shape), "next_logp": logp.view(shape)}
+
+    def _pairs(self, q: Float[Tensor, "2 M"], shape: torch.Size) -> Float[Tensor, "N T 2"]:
+        return q.T.view(*shape, 2)
+
+    def move_targets(self, rate: float) -> None:
+        """Target critics <- (1 - rate) * themselves + rate * the critics (Polyak averaging)."""
+        with torch.no_grad():
+            torch._foreach_lerp_(list(self.target_critic.parameters()), list(self.critic.parameters()), rate)
+
+    def noise(self, rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        return rng.standard_normal((*shape, self.spaces.action_size), dtype=np.float32)
+
+    def actor(self) -> Callable[[NDArray, NDArray | None], NDArray]:
+        network, normalize, low, high = self.actor_network.as_arrays(), self._normalizer(), *self.log_std_bounds
+
+        def act(observation: NDArray, noise: NDArray | None) -> NDArray:
+            mean, log_std = np.split(network(normalize(observation)), 2, axis=-1)
+            return np.tanh(mean if noise is None else mean + noise * np.exp(log_std.clip(low, high)))
+
+        return act
+
+    def for_environment(self, action: NDArray) -> NDArray:
+        return self.centre + self.reach * action
+
+
+def squash(mean: Tensor, log_std: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """tanh of a Gaussian sample and its log-density, [B,D] each -> ([B,D], [B]); the stable form of log(1 - tanh^2) (arXiv:1801.01290, appendix C)."""
+    x = mean + log_std.exp() * noise
+    change = 2 * (math.log(2) - x - nn.functional.softplus(-2 * x))
+    return torch.tanh(x), -(0.5 * noise * noise + (log_std + HALF_LOG_TWO_PI) + change).sum(-1)
+
+
+def stored_logp(action: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
+    """Log-density of squashed actions [B,D] in [-1,1]; those at the bounds are moved inside by a millionth."""
+    x = torch.atanh(action.clamp(-ATANH_LIMIT, ATANH_LIMIT))
+    return -(
+        0.5 * ((x - mean) * (-log_std).exp()) ** 2 + log_std + HALF_LOG_TWO_PI + 2 * (math.log(2) - x - nn.functional.softplus(-2 * x))
+    ).sum(-1)

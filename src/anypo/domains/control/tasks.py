@@ -1,0 +1,252 @@
+"""GymTask: a Gymnasium environment as a task of the common loop.
+
+How prompts are attempted follows from what the method asks. One attempt each: the prompts are parallel environments, and a batch is a segment of
+`horizon` steps from each, carried on from step to step. Several attempts each (group methods): a prompt is a start seed, and a batch holds whole
+episodes from the same start state, one row each. Rewards are dense [N,T]; a group method compares their sums.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from anypo.batch import Batch
+from anypo.domains.control.collect import Finished, Stream, Trajectories, episodes
+from anypo.domains.control.envs import EnvironmentFailed, Environments, Maker, describe, make_environments, maker
+from anypo.domains.control.policy import EnvironmentPolicy
+from anypo.run import Run
+from anypo.task import Prompt
+
+EVALUATION_SEED = 1_000_000  # held-out episodes begin from this seed on; training seeds are drawn below it
+ON_ENV_ERROR = ("stop", "restart")
+
+
+class GymTask:
+    """A Gymnasium environment by id, or by a function that makes one."""
+
+    objectives: tuple[str, ...] = ("reward",)
+
+    def __init__(
+        self, environment: str | Maker, *, envs: int = 8, horizon: int = 256, normalize_rewards: bool | None = None, reward_gamma: float = 0.99,
+        evaluation_episodes: int = 20, on_env_error: str = "stop", video: str | None = None, data: str | None = None,
+    ) -> None:  # fmt: skip
+        """`envs`: parallel environments (prompts a step). `horizon`: steps of each in a segment. `normalize_rewards`: divide rewards by the running
+        standard deviation of the discounted return (segments only; None = for continuous actions), with discount `reward_gamma`. `on_env_error`:
+        what an environment that raises does to the run, stop (after writing a checkpoint when there is a folder) or restart its episode. `video`:
+        a GIF of one episode, written when training ends. `data`: a file of recorded steps; methods with a replay buffer then learn from it alone.
+
+        Raises ValueError for an unknown environment, unsupported spaces or an option out of range.
+        """
+        if envs < 1 or horizon < 1 or evaluation_episodes < 1:
+            raise ValueError(f"envs, horizon and evaluation_episodes must be at least 1, not {envs}, {horizon} and {evaluation_episodes}")
+        if on_env_error not in ON_ENV_ERROR:
+            raise ValueError(f"on_env_error is {' or '.join(ON_ENV_ERROR)}, not '{on_env_error}'")
+        self.make = maker(environment)
+        self.spaces = describe(self.make)
+        self.name = self.spaces.name
+        self.prompts_per_step, self.horizon = envs, horizon
+        self.normalize_rewards = self.spaces.actions is None if normalize_rewards is None else normalize_rewards
+        self.reward_gamma, self.evaluation_episodes, self.on_env_error, self.video = reward_gamma, evaluation_episodes, on_env_error, video
+        self.data = data
+        self.scale = RewardScale()
+        self.last_return: float | None = None
+        self._stream: Stream | None = None
+        self._episode_environments: Environments | None = None
+        self._pending: dict[str, Any] | None = None
+
+    def environments(self, count: int) -> Environments:
+        """`count` fresh environments of this task's kind."""
+        return make_environments(self.make, self.spaces, count, self.on_env_error == "restart")
+
+    def prompts(self, count: int, rng: np.random.Generator) -> list[Prompt]:
+        """`count` start seeds. Environments that already run are not reset by them."""
+        return [Prompt(id=int(seed), content=int(seed)) for seed in rng.integers(EVALUATION_SEED, size=count)]
+
+    def collect(self, prompts: list[Prompt], run: Run) -> Batch:
+        policy: EnvironmentPolicy = run.policy  # type: ignore[assignment]
+        policy.begin_collection()
+        if all(p.samples == 1 for p in prompts):
+            batch, seen = self._segment(prompts, run)
+        else:
+            batch, seen = self._groups(prompts, run)
+        policy.end_collection(seen.observation[seen.mask])
+        return batch
+
+    def _segment(self, prompts: list[Prompt], run: Run) -> tuple[Batch, Trajectories]:
+        stream = self._running(prompts)
+        horizon = prompts[0].max_actions or self.horizon
+        policy: EnvironmentPolicy = run.policy  # type: ignore[assignment]
+        start = {"stream": stream.state_dict(), "rng": run.rng.bit_generator.state} if run.out is not None else None
+        finished = Finished()
+        try:
+            seen = stream.collect(policy.actor(), policy.for_environment, policy.noise(run.rng, (horizon, len(prompts))), finished)
+        except EnvironmentFailed:
+            if start is not None:  # the checkpoint is that of the beginning of this step, so that a resumed run repeats it
+                stream.load_state_dict(start["stream"])
+                run.rng.bit_generator.state = start["rng"]
+                run.save()
+            raise
+        self._log(finished.returns, finished.lengths, run)
+        if self.normalize_rewards:
+            self.scale.update(seen.reward, seen.terminated | seen.truncated, self.reward_gamma)
+        rows = torch.arange(len(prompts))
+        return self._batch(seen, rows, rows.clone(), run, critic=True), seen
+
+    def _groups(self, prompts: list[Prompt], run: Run) -> tuple[Batch, Trajectories]:
+        policy: EnvironmentPolicy = run.policy  # type: ignore[assignment]
+        seeds = [p.content for p in prompts for _ in range(p.samples)]
+        group = torch.tensor([g for g, p in enumerate(prompts) for _ in range(p.samples)])
+        if self._episode_environments is None or self._episode_environments.count != len(seeds):
+            self._episode_environments = self.environments(len(seeds))
+        seen = episodes(
+            self._episode_environments, seeds, policy.actor(), policy.for_environment, lambda n: policy.noise(run.rng, (n,)), prompts[0].max_actions
+        )
+        self._log(seen.reward.sum(1).tolist(), seen.mask.sum(1).tolist(), run)
+        prompt_id = torch.tensor([p.id for p in prompts for _ in range(p.samples)])
+        return self._batch(seen, group, prompt_id, run, critic="old_value" in run.method.needs()), seen
+
+    def _running(self, prompts: list[Prompt]) -> Stream:
+        """The environments that carry on; made, and reset to the prompts' seeds, when there are none or another number is wanted."""
+        if self._stream is None or len(self._stream.seeds) != len(prompts):
+            self._stream = Stream(self.environments(len(prompts)), [p.content for p in prompts])
+            if self._pending is not None and len(self._pending["seeds"]) == len(prompts):
+                self._stream.load_state_dict(self._pending)
+            self._pending = None
+        return self._stream
+
+    def _batch(self, seen: Trajectories, group: Tensor, prompt_id: Tensor, run: Run, critic: bool) -> Batch:
+        observation, mask = torch.from_numpy(seen.observation), torch.from_numpy(seen.mask)
+        signals: dict[str, Any] = {"prompt_id": prompt_id, "raw_reward": torch.from_numpy(seen.reward)}
+        if seen.cost is not None:
+            signals["cost"] = torch.from_numpy(seen.cost)
+        needs = run.method.needs()
+        if "batch_next_context" in needs:
+            signals["next_context"] = torch.from_numpy(seen.following)
+        batch = Batch(
+            action=torch.from_numpy(seen.action), mask=mask, logp=torch.zeros(mask.shape), group=group, context=observation,
+            terminated=torch.from_numpy(seen.terminated), truncated=torch.from_numpy(seen.truncated),
+            version=torch.full((len(group),), run.version), signals=signals,
+        )  # fmt: skip
+        provided = run.policy.provides
+        wanted = {"logp", "entropy", "logits", "mean", "log_std"} & provided | ({"value"} & provided if critic else set())
+        found = run.policy.observe(batch, wanted)
+        batch.logp = found.pop("logp")
+        signals.update({f"old_{name}": value for name, value in found.items()})
+        if "old_value" in signals:
+            batch.next_value = self._next_value(seen, signals["old_value"], run)
+        return batch
+
+    def _next_value(self, seen: Trajectories, value: Tensor, run: Run) -> Tensor:
+        """[N,T]: the critic at the true next observations. Inside an episode that is the next value; only ends are evaluated again."""
+        following = torch.cat([value[:, 1:], value.new_zeros(len(value), 1)], dim=1)
+        again = torch.from_numpy(seen.terminated | seen.truncated)
+        again[:, -1] = True
+        following[again] = run.policy.values(torch.from_numpy(seen.following[again.numpy()]))  # type: ignore[operator]
+        return following
+
+    def _log(self, returns: list[float], lengths: list[int], run: Run) -> None:
+        """Episodes that ended in this step. The record's `reward` is their mean return too (the last known one when none ended)."""
+        if returns:
+            self.last_return = float(np.mean(returns))
+            run.log(episode_return=self.last_return, episode_length=float(np.mean(lengths)))
+        run.log(reward=self.last_return, episodes=len(returns))
+        environments = self._stream.environments if self._stream else self._episode_environments
+        if environments is not None and environments.failures:
+            run.log(environment_failures=environments.failures)
+
+    def score(self, batch: Batch, run: Run) -> Tensor:
+        """Dense rewards [N,T], in the scale of this step when rewards are normalized; the environment's own are the signal `raw_reward`."""
+        return batch.signal("raw_reward") / self.scale.divisor
+
+    def evaluate(self, run: Run) -> dict[str, float]:
+        """Mean undiscounted return and length over held-out start seeds, acting by the likeliest action."""
+        returns, lengths = self.held_out(run.policy, self.evaluation_episodes)  # type: ignore[arg-type]
+        if self.video and run.finished:
+            record(run.policy, self.make, self.video, EVALUATION_SEED)  # type: ignore[arg-type]
+        return {"return": float(returns.mean()), "length": float(lengths.mean())}
+
+    def held_out(self, policy: EnvironmentPolicy, count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """Returns and lengths [count] of episodes from held-out start seeds."""
+        first = EVALUATION_SEED * (1 + seed)
+        seeds = list(range(first, first + count))
+        seen = episodes(self.environments(count), seeds, policy.actor(), policy.for_environment, None)
+        return seen.reward.sum(1, dtype=np.float64), seen.mask.sum(1)
+
+    def state_dict(self) -> dict[str, Any]:
+        stream = self._stream.state_dict() if self._stream else self._pending
+        return {"stream": stream, "scale": self.scale.state_dict(), "last_return": self.last_return}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Episodes in progress go on exactly where the environments can be restored; elsewhere they begin anew."""
+        self.scale.load_state_dict(state["scale"])
+        self.last_return = state["last_return"]
+        self._stream, self._pending = None, state["stream"]
+
+
+class RewardScale:
+    """Running standard deviation of the discounted return; rewards are divided by it."""
+
+    def __init__(self) -> None:
+        self.running: np.ndarray | None = None  # [N] discounted returns so far
+        self.count, self.mean, self.square = 0.0, 0.0, 0.0
+        self.divisor = 1.0
+
+    def update(self, reward: np.ndarray, ended: np.ndarray, gamma: float) -> None:
+        """Take in rewards [N,T]; `divisor` then stands until the next call."""
+        if self.running is None or len(self.running) != len(reward):
+            self.running = np.zeros(len(reward))
+        returns = np.empty(reward.shape)
+        for t in range(reward.shape[1]):
+            self.running = self.running * gamma + reward[:, t]
+            returns[:, t] = self.running
+            self.running = self.running * ~ended[:, t]
+        total = self.count + returns.size
+        shift = returns.mean() - self.mean
+        self.square += returns.var() * returns.size + shift**2 * self.count * returns.size / total
+        self.mean += shift * returns.size / total
+        self.count = total
+        self.divisor = float(np.sqrt(self.square / total + 1e-8))
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+def record(policy: EnvironmentPolicy, make: Maker, path: str | Path, seed: int = EVALUATION_SEED, frames: int = 1000) -> Path:
+    """A GIF of one episode under the likeliest actions, from a start seed; at most `frames` steps. Draws off-screen.
+
+    Raises ImportError with the command to run when the drawing packages are missing, ValueError when the environment cannot be drawn.
+    """
+    try:
+        import imageio.v3 as imageio
+    except ImportError as error:
+        raise ImportError('a video needs imageio; pip install "anypo[control]"') from error
+    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
+    environment = make(render_mode="rgb_array")
+    spaces, act = policy.spaces, policy.actor()
+    observation, _ = environment.reset(seed=seed)
+    images = []
+    for _ in range(frames):
+        image = environment.render()
+        if not isinstance(image, np.ndarray):
+            raise ValueError(f"{spaces.name} draws no pictures (render_mode rgb_array), so there is no video of it")
+        images.append(image)
+        seen = np.eye(spaces.observation_size)[int(observation)] if spaces.discrete_observation else np.ravel(observation)
+        action = policy.for_environment(act(seen.astype(np.float32)[None], None))[0]
+        taken = int(action) if spaces.actions is not None else action.reshape(environment.action_space.shape)
+        observation, _, terminated, truncated, _ = environment.step(taken)
+        if terminated or truncated:
+            break
+    rate = environment.metadata.get("render_fps", 30)
+    environment.close()
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    imageio.imwrite(path, np.stack(images)[:: max(1, len(images) // 250)], extension=".gif", duration=1000 / rate, loop=0)
+    return path

@@ -1,0 +1,81 @@
+"""What the tests of methods share: random rows, and a few steps of a method on token_bandit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anypo.domains.language.toys.token_bandit import TokenBandit
+from anypo.loops.on_policy import train
+from anypo.method import Method
+from anypo.run import Run
+
+
+@dataclass
+class Rows:
+    """Random log-probs [N,T] near one another, a ragged mask, advantages [N], rewards [N] and groups [N] in no order."""
+
+    logp: Tensor
+    old_logp: Tensor
+    ref_logp: Tensor
+    mask: Tensor
+    advantages: Tensor
+    reward: Tensor
+    group: Tensor
+
+
+def random_rows(seed: int = 0, rows: int = 8, horizon: int = 5, spread: float = 0.3, ragged: bool = True) -> Rows:
+    """`spread`: standard deviation of the log-ratios. With `ragged` row 0 is full, row 1 has one action and the others something between."""
+    g = torch.Generator().manual_seed(seed)
+    noise = [torch.randn(rows, horizon, generator=g, dtype=torch.float64) for _ in range(3)]
+    old = -noise[0].abs() - 0.1
+    length = torch.randint(1, horizon + 1, (rows,), generator=g)
+    length[0], length[1] = horizon, 1
+    mask = torch.arange(horizon) < length[:, None] if ragged else torch.ones(rows, horizon, dtype=torch.bool)
+    return Rows(
+        logp=old + spread * noise[1],
+        old_logp=old,
+        ref_logp=old + spread * noise[2],
+        mask=mask,
+        advantages=torch.randn(rows, generator=g, dtype=torch.float64),
+        reward=torch.randn(rows, generator=g, dtype=torch.float64),
+        group=torch.randperm(rows, generator=g) % 3,
+    )
+
+
+def gradient(loss: Any, *inputs: Tensor) -> list[Tensor]:
+    """Gradients of a scalar, or of the `loss` field of a named tuple."""
+    return list(torch.autograd.grad(getattr(loss, "loss", loss), inputs))
+
+
+def trained(method: Method, steps: int, seed: int = 0, out: Path | None = None, **task: Any) -> Run:
+    """A run of `steps` on a small token_bandit; with `out` it checkpoints every 2 steps and continues what it finds there."""
+    problem = TokenBandit(**({"prompts": 4} | task))
+    run = Run(method, problem.policy(scale=0.1), problem, steps=steps, seed=seed, out=out, checkpoint_every=2)
+    if out is not None:
+        run.resume()
+    return train(run)
+
+
+def assert_trains(method: Method, steps: int = 4, **task: Any) -> Run:
+    """A few steps end with finite parameters that moved, and with finite numbers in the log."""
+    run = trained(method, steps, **task)
+    start = TokenBandit(**({"prompts": 4} | task)).policy(scale=0.1)
+    assert torch.isfinite(run.policy.logits).all()
+    assert not torch.equal(run.policy.logits, start.logits)
+    for record in run.history:
+        assert all(torch.isfinite(torch.tensor(v)) for v in record.values() if isinstance(v, float))
+    return run
+
+
+def assert_resumes(method: Method, folder: Path, **task: Any) -> None:
+    """Four steps equal two steps, a checkpoint, and two more."""
+    whole = trained(method, 4, out=folder / "whole", **task)
+    trained(method, 2, out=folder / "halves", **task)
+    halves = trained(method, 4, out=folder / "halves", **task)
+    assert torch.equal(whole.policy.logits, halves.policy.logits)
+    assert [r["reward"] for r in whole.history] == [r["reward"] for r in halves.history]
