@@ -41,7 +41,9 @@ def test_whiten_golden(case: dict[str, Any]) -> None:
     torch.testing.assert_close(found, torch.tensor(case["expected"], dtype=torch.float64), atol=case["atol"], rtol=0)
 
 
-def naive_gae(reward: Tensor, value: Tensor, ended: Tensor, cut: Tensor, mask: Tensor, gamma: float, lam: float, following: Tensor) -> Tensor:
+def naive_gae(
+    reward: Tensor, value: Tensor, ended: Tensor, cut: Tensor, mask: Tensor, gamma: float, lam: float, following: Tensor
+) -> Tensor:
     """A_t as the written-out sum over l of (gamma lam)^l delta_{t+l}, which stops behind the first end, cut or gap."""
     out = torch.zeros_like(reward)
     for n in range(reward.shape[0]):
@@ -73,7 +75,14 @@ def simple(seed: int = 0) -> dict[str, Tensor]:
     g = torch.Generator().manual_seed(seed)
     reward, value = (torch.randn(2, 5, generator=g, dtype=torch.float64) for _ in range(2))
     none = torch.zeros(2, 5, dtype=torch.bool)
-    return {"reward": reward, "value": value, "terminated": none, "truncated": none, "mask": ~none, "bootstrap_value": torch.randn(2, generator=g).double()}
+    return {
+        "reward": reward,
+        "value": value,
+        "terminated": none,
+        "truncated": none,
+        "mask": ~none,
+        "bootstrap_value": torch.randn(2, generator=g).double(),
+    }
 
 
 def test_lambda_zero_is_the_one_step_error_and_gamma_zero_the_immediate_one() -> None:

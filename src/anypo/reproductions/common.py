@@ -106,7 +106,9 @@ class LengthBandit(TokenBandit):
     """Strings of up to 12 tokens over three symbols, of which token 0 ends the string; no reward of its own."""
 
     def __init__(self, prompts: int = 16, seed: int = 0) -> None:
-        super().__init__(prompts, 3, 12, eos=0, seed=seed, reward=lambda prompt, action, mask: torch.zeros(len(prompt), dtype=torch.float64))
+        super().__init__(
+            prompts, 3, 12, eos=0, seed=seed, reward=lambda prompt, action, mask: torch.zeros(len(prompt), dtype=torch.float64)
+        )
 
     def policy(self, **options: Any) -> TabularTokens:
         """End tokens have logit -1 at the start: probability 0.155, mean length 5.6."""

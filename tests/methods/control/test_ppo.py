@@ -7,7 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from anypo.methods.control.ppo import FOR_DOMAIN, METHOD, AdaptBeta, AdaptiveKL, beta_update, kl_penalty_loss, policy_loss, total_loss, value_loss
+from anypo.methods.control.ppo import (
+    FOR_DOMAIN,
+    METHOD,
+    AdaptBeta,
+    AdaptiveKL,
+    beta_update,
+    kl_penalty_loss,
+    policy_loss,
+    total_loss,
+    value_loss,
+)
 from tests.helpers import Rows, assert_resumes, assert_trains, gradient, random_rows
 
 LANGUAGE = FOR_DOMAIN["language"]

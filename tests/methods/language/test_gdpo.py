@@ -64,7 +64,11 @@ def test_scale_of_a_reward_does_not_matter_but_its_weight_does() -> None:
 def test_conditions_read_the_raw_hard_reward_and_leave_the_input_alone() -> None:
     reward = torch.tensor([[1.0, 1.0, 0.2], [0.0, 1.0, 0.9], [1.0, 0.5, 0.9]])
     before = reward.clone()
-    assert condition(reward, [(1, 0, 1.0)]).tolist() == [[1.0, 1.0, pytest.approx(0.2)], [0, 0, pytest.approx(0.9)], [1, 0.5, pytest.approx(0.9)]]
+    assert condition(reward, [(1, 0, 1.0)]).tolist() == [
+        [1.0, 1.0, pytest.approx(0.2)],
+        [0, 0, pytest.approx(0.9)],
+        [1, 0.5, pytest.approx(0.9)],
+    ]
     chained = condition(reward, [(1, 0, 1.0), (2, 1, 0.6)])
     assert chained[:, 2].tolist() == [pytest.approx(0.2), pytest.approx(0.9), 0.0]
     assert torch.equal(reward, before)

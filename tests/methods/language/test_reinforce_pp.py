@@ -34,7 +34,9 @@ def test_the_penalty_is_the_kl_still_to_come() -> None:
     to_go = torch.zeros_like(found)
     for n in range(found.shape[0]):
         for t in range(found.shape[1]):
-            to_go[n, t] = rows.reward[n] - 0.5 * sum(float(rows.old_logp[n, s] - rows.ref_logp[n, s]) for s in range(t, found.shape[1]) if rows.mask[n, s])
+            to_go[n, t] = rows.reward[n] - 0.5 * sum(
+                float(rows.old_logp[n, s] - rows.ref_logp[n, s]) for s in range(t, found.shape[1]) if rows.mask[n, s]
+            )
     inside = to_go[rows.mask]
     torch.testing.assert_close(found[rows.mask], (inside - inside.mean()) / inside.std(correction=0))
     assert found[~rows.mask].eq(0).all()

@@ -56,7 +56,9 @@ def test_wild_padding_and_empty_rows_change_nothing() -> None:
 
 def test_the_kl_to_the_reference_is_part_of_the_reward() -> None:
     rows = random_rows(2)
-    batch = Batch(action=torch.zeros(rows.mask.shape, dtype=torch.int64), mask=rows.mask, logp=rows.old_logp, group=rows.group, reward=rows.reward)
+    batch = Batch(
+        action=torch.zeros(rows.mask.shape, dtype=torch.int64), mask=rows.mask, logp=rows.old_logp, group=rows.group, reward=rows.reward
+    )
     batch.signals["ref_logp"] = rows.ref_logp
     kl = ((rows.old_logp - rows.ref_logp) * rows.mask).sum(1)
     run = trained(METHOD, 0)

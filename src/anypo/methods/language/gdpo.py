@@ -51,12 +51,16 @@ def advantages(
     return standardize(total, torch.zeros_like(group), ddof, eps)
 
 
-def advantage_combination(reward: Rewards, group: Group, weights: Tensor | Sequence[float], ddof: int = 0, eps: float = 1e-6) -> Float[Tensor, " N"]:
+def advantage_combination(
+    reward: Rewards, group: Group, weights: Tensor | Sequence[float], ddof: int = 0, eps: float = 1e-6
+) -> Float[Tensor, " N"]:
     """Equations 2-3: normalize each reward in its group, then add with weights."""
     return standardize(reward, group, ddof, eps) @ torch.as_tensor(weights, dtype=reward.dtype)
 
 
-def reward_combination(reward: Rewards, group: Group, weights: Tensor | Sequence[float], ddof: int = 0, eps: float = 1e-6) -> Float[Tensor, " N"]:
+def reward_combination(
+    reward: Rewards, group: Group, weights: Tensor | Sequence[float], ddof: int = 0, eps: float = 1e-6
+) -> Float[Tensor, " N"]:
     """The GRPO way: add the weighted rewards first, then normalize the sum in its group."""
     return standardize(reward @ torch.as_tensor(weights, dtype=reward.dtype), group, ddof, eps)
 

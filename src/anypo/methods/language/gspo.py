@@ -33,7 +33,12 @@ def ratio(logp: Float[Tensor, "N T"], old_logp: Float[Tensor, "N T"], mask: Tens
 
 
 def loss(
-    logp: Float[Tensor, "N T"], old_logp: Float[Tensor, "N T"], mask: Tensor, advantages: Float[Tensor, " N"], clip_low: float, clip_high: float
+    logp: Float[Tensor, "N T"],
+    old_logp: Float[Tensor, "N T"],
+    mask: Tensor,
+    advantages: Float[Tensor, " N"],
+    clip_low: float,
+    clip_high: float,
 ) -> LossValue:
     """Equation 3: minus the mean over non-empty rows of the clipped surrogate of the sequence ratio."""
     value = clipped(ratio(logp, old_logp, mask), advantages, 1 - clip_low, 1 + clip_high)

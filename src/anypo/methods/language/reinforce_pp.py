@@ -28,7 +28,12 @@ if TYPE_CHECKING:
 
 
 def rpp(
-    reward: Float[Tensor, " N"], old_logp: Float[Tensor, "N T"], ref_logp: Float[Tensor, "N T"], mask: Tensor, beta: float, eps: float = 1e-8
+    reward: Float[Tensor, " N"],
+    old_logp: Float[Tensor, "N T"],
+    ref_logp: Float[Tensor, "N T"],
+    mask: Tensor,
+    beta: float,
+    eps: float = 1e-8,
 ) -> Float[Tensor, "N T"]:
     """Equations 3-4: reward minus beta times the KL still to come, normalized over all valid tokens of the batch."""
     kl = log_ratio(old_logp, ref_logp, mask)

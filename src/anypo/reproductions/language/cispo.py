@@ -48,7 +48,9 @@ def _order(masked: bool) -> Evidence:
     return Evidence(found, "cispo < dapo < grpo, each by at least 1 round (mean of 6 seeds)", holds)
 
 
-@claim("CISPO brings the rare token to probability 0.5 in fewer rounds than DAPO's clip-higher, and that in fewer than GRPO's clip", slow=True)
+@claim(
+    "CISPO brings the rare token to probability 0.5 in fewer rounds than DAPO's clip-higher, and that in fewer than GRPO's clip", slow=True
+)
 def order_of_rounds() -> Evidence:
     return _order(masked=False)
 

@@ -47,7 +47,9 @@ def rounds_with_clip(clip_high: float) -> float:
 
 def _clip_higher(clip_high: float) -> Evidence:
     found = {"0.2/0.2": round(rounds_with_clip(0.2), 2), f"0.2/{clip_high} tested": round(rounds_with_clip(clip_high), 2)}
-    return Evidence(found, "at least 1.5 rounds fewer than 0.2/0.2 (mean of 6 seeds)", rounds_with_clip(clip_high) <= rounds_with_clip(0.2) - 1.5)
+    return Evidence(
+        found, "at least 1.5 rounds fewer than 0.2/0.2 (mean of 6 seeds)", rounds_with_clip(clip_high) <= rounds_with_clip(0.2) - 1.5
+    )
 
 
 @claim("clip-higher (0.2/0.28) brings a rare pivotal token to probability 0.5 in fewer rounds than the symmetric clip", slow=True)
@@ -122,7 +124,9 @@ def _more_rounds_help(max_rounds: int) -> Evidence:
 
     for seed in range(6):
         task = TokenBandit(horizon=3, seed=seed)
-        train_on(plain_sgd(DAPO, 1.0).but(rollout=DynamicSampling(max_rounds=max_rounds)), task.policy(), task, steps=3, seed=seed, watch=groups)
+        train_on(
+            plain_sgd(DAPO, 1.0).but(rollout=DynamicSampling(max_rounds=max_rounds)), task.policy(), task, steps=3, seed=seed, watch=groups
+        )
     return Evidence(round(fmean(filled), 3), "at least a quarter of the wanted groups have contrast", fmean(filled) >= 0.25)
 
 

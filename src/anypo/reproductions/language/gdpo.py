@@ -27,7 +27,9 @@ def _two_groups(decoupled: bool) -> Evidence:
     return Evidence(found, "both rewards earn a clearly larger advantage than one", float(total[3]) > 1.5 * float(total[1]))
 
 
-@claim("a response that earns two rewards gets a larger advantage in its group than one that earns one, where summing first makes them equal")
+@claim(
+    "a response that earns two rewards gets a larger advantage in its group than one that earns one, where summing first makes them equal"
+)
 def distinguishes_totals() -> Evidence:
     return _two_groups(decoupled=True)
 
@@ -115,7 +117,9 @@ def _farming(conditions: tuple[tuple[float, ...], ...]) -> Evidence:
     return Evidence(round(min(found), 3), "chance of a right answer above 0.9, worst of 3 seeds", min(found) > 0.9)
 
 
-@claim("an easy reward made conditional on the hard one cannot be farmed: the right answer is learned although a wrong one is easier to reward")
+@claim(
+    "an easy reward made conditional on the hard one cannot be farmed: the right answer is learned although a wrong one is easier to reward"
+)
 def conditioning_stops_farming() -> Evidence:
     return _farming(((1, 0, 1.0),))
 

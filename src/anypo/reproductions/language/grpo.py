@@ -107,7 +107,9 @@ def _steps_at_scales(std: bool) -> Evidence:
         task.reward_function = scaled
         method = plain_sgd(GRPO, BANDIT_STEP).but(credit=GroupRelative(std=std), regularize=())
         steps[f"reward x {factor}"] = steps_to(train_on(method, task.policy(), task, steps=120, stop=lambda success: success > 0.9), 0.9)
-    return Evidence(steps, "within 2 steps of each other, below 120", max(steps.values()) - min(steps.values()) <= 2 and max(steps.values()) < 120)
+    return Evidence(
+        steps, "within 2 steps of each other, below 120", max(steps.values()) - min(steps.values()) <= 2 and max(steps.values()) < 120
+    )
 
 
 @claim("the scale of the reward changes neither the update nor the speed of learning")
@@ -126,7 +128,9 @@ def _drift(beta: float) -> float:
     for seed in range(2):
         task = TokenBandit(seed=seed)
         policy = task.policy()
-        train_on(plain_sgd(GRPO, BANDIT_STEP).but(reward=CoinReward(0.5)).set("regularize.0.beta", beta), policy, task, steps=200, seed=seed)
+        train_on(
+            plain_sgd(GRPO, BANDIT_STEP).but(reward=CoinReward(0.5)).set("regularize.0.beta", beta), policy, task, steps=200, seed=seed
+        )
         log_probs = policy.logits.detach().log_softmax(-1)
         found.append(float((log_probs.exp() * (log_probs + math.log(4))).sum(-1).sum(-1).mean()))
     return fmean(found)

@@ -59,7 +59,9 @@ def _noise(sequence_ratio: SequenceRatio) -> Evidence:
     return Evidence(round(share, 4), "1/16 = 0.0625 within 30%", abs(share * LENGTH - 1) < 0.3)
 
 
-@claim("independent noise on the logits reaches the sequence ratio with 1/16 of the variance it has in a token ratio of a 16-token response")
+@claim(
+    "independent noise on the logits reaches the sequence ratio with 1/16 of the variance it has in a token ratio of a 16-token response"
+)
 def noise_averages_out() -> Evidence:
     return _noise(ratio)
 

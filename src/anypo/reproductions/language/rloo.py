@@ -71,7 +71,9 @@ def _bias(credit: Credit) -> Evidence:
                     distance < 3 and abs(factor - 1) < 0.05)  # fmt: skip
 
 
-@claim("the mean RLOO gradient over 20,000 groups is the exact policy gradient, within 3 standard errors, when prompts differ in difficulty")
+@claim(
+    "the mean RLOO gradient over 20,000 groups is the exact policy gradient, within 3 standard errors, when prompts differ in difficulty"
+)
 def unbiased() -> Evidence:
     return _bias(LeaveOneOut(beta=0.0))
 
