@@ -105,3 +105,9 @@ def test_reproduce_exit_code_and_json(anypo):
     found = anypo("reproduce", "gspo", "--quick", "--json")
     rows = json.loads(found.stdout)
     assert rows[0]["slug"] == "gspo" and found.returncode == (0 if rows[0]["holds"] else 1)
+
+
+@pytest.mark.parametrize(("slug", "credit"), [("ppo", "grpo"), ("grpo", "ppo")])
+def test_a_swapped_credit_takes_its_critic_along(anypo, slug, credit):
+    found = anypo("train", slug, "--task", "token_bandit", "--steps", 2, "--credit", credit, "--json")
+    assert found.returncode == 0, found.stderr

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,6 @@ from anypo.loops.on_policy import train
 from anypo.method import Method
 from anypo.policy import MissingSignal
 from anypo.run import Run
-from anypo.task import Prompt
 
 BASELINES = ("grpo", "dr_grpo", "dapo", "gspo", "gdpo", "cispo", "rloo", "reinforce_pp", "ppo")
 STEPS = 10
@@ -59,8 +59,8 @@ def two_rewards(prompt: Tensor, action: Tensor, mask: Tensor) -> Tensor:
 class Telling(TokenBandit):
     """token_bandit whose batches also carry what single rows read from a completion: whether it abstained, the worth of its steps."""
 
-    def collect(self, prompts: list[Prompt], run: Run) -> Batch:
-        batch = super().collect(prompts, run)
+    def continue_from(self, *start: Any, **options: Any) -> Batch:
+        batch = super().continue_from(*start, **options)
         batch.signals["abstained"] = batch.action[:, 0] == 2
         batch.signals["process"] = (batch.action[:, 1] == 0).double()
         return batch

@@ -52,10 +52,22 @@ def get_method(
     for seam, slug in (seams or {}).items():
         if seam not in SEAMS:
             raise ValueError(f"unknown seam '{seam}'; the seams are {', '.join(SEAMS)}")
-        found = found.but(**{seam: getattr(get_method(slug, domain), seam)}, base=found)
+        found = _swap(found, seam, get_method(slug, domain))
     for path, value in (settings or {}).items():
         found = found.set(path, value)
     return found
+
+
+def _swap(method: Method, seam: str, other: Method) -> Method:
+    """The method with one seam of another. A credit takes along the regularizers that live on what it gives (a critic's loss on its returns),
+    and those of the old credit go with it."""
+    changes: dict[str, Any] = {seam: getattr(other, seam)}
+    if seam == "credit":
+        gives = getattr(other.credit, "gives", frozenset())
+        stay = [r for r in method.regularize if not getattr(r, "wants", frozenset())]
+        come = [r for r in other.regularize if getattr(r, "wants", frozenset()) and r.wants <= gives]  # type: ignore[attr-defined]
+        changes["regularize"] = (*stay, *come)
+    return method.but(**changes)
 
 
 def build(

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from anypo.batch import Batch
-    from anypo.policy import Loss, LossFunction, Signals
-    from anypo.run import Run
+    from anypo.policy import Loss, Signals
+    from anypo.run import MethodLoss, Run
     from anypo.task import Prompt, Task
 
 Metrics = dict[str, float]
@@ -53,7 +53,7 @@ class Objective(Protocol):
 
 
 class Update(Protocol):
-    def __call__(self, batch: Batch, loss_fn: LossFunction, run: Run) -> Metrics: ...
+    def __call__(self, batch: Batch, loss_fn: MethodLoss, run: Run) -> Metrics: ...
 
 
 class Control(Protocol):

@@ -7,7 +7,7 @@ a Gymnasium environment, a card game. The loop and the seams see only this proto
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -53,4 +53,18 @@ class Task(Protocol):
 
     def evaluate(self, run: Run) -> dict[str, float]:
         """Held-out performance of `run.policy`; touches none of the run's random streams. The first key is the headline."""
+        ...
+
+
+@runtime_checkable
+class Resumable(Protocol):
+    """What a task offers beside when a trajectory can be gone on with from its middle; methods that reset, branch or estimate values by rollouts
+    need it. Components call it through `anypo.seams.rollout.continue_rows`."""
+
+    def continue_rows(self, batch: Batch, rows: Tensor, depth: Tensor, run: Run) -> Batch:
+        """New endings under `run.policy`: row `rows[i]` of a collected batch again after its first `depth[i]` actions (0: from the start).
+
+        `rows` and `depth` are [M] int64. M whole trajectories in that order, with the group, the context and the signals of a collected batch;
+        `parent` = rows, `branch_at` = depth. A row that had ended by then comes back as it was.
+        """
         ...

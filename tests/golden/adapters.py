@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from anypo.seams.credit import gae, whiten
+
 # Golden files that cover several rows, or a shared baseline without a row of its own: the modules to look in, in order.
 MODULES: dict[str, list[str]] = {
+    "gae_sac": ["anypo.methods.control.sac"],
     "rloo_reinforce_pp": ["anypo.methods.language.rloo", "anypo.methods.language.reinforce_pp"],
 }
 
 # (slug, quantity) -> a function of the case's keyword arguments.
-ADAPTERS: dict[tuple[str, str], Callable[..., Any]] = {}
+ADAPTERS: dict[tuple[str, str], Callable[..., Any]] = {
+    ("gae_sac", "advantages"): gae,
+    ("gae_sac", "normalized_advantages"): whiten,
+}

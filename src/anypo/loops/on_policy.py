@@ -23,6 +23,8 @@ def step(run: Run) -> Batch:
     batch = method.rollout(prompts, run)
     run.prepare_signals(batch, method.needs("reward"))
     batch.reward = method.reward(batch, run)
+    if batch.reward.dim() == 1:
+        batch.objectives = ()  # the reward seam made one number of several
     run.prepare_signals(batch, method.needs("credit", "objective", "regularize", "update"))
     refuse_lone_members(method, batch)
     batch.advantage = method.credit(batch, run)

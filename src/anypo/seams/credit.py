@@ -112,6 +112,7 @@ class GAE:
     normalize: bool = True  # whiten over the batch
 
     needs = frozenset({"old_value"})
+    gives = frozenset({"returns"})
 
     def __call__(self, batch: Batch, run: Run) -> Tensor:
         value = batch.signal("old_value")

@@ -74,6 +74,7 @@ class ValueLoss:
     clip: float | None = None  # > 0, how far a value may move from the old one; None = no clipping
 
     needs = frozenset({"value"})
+    wants = frozenset({"returns"})  # left in the batch by the credit
 
     def __call__(self, batch: Batch, new: Signals, run: Run) -> Loss:
         returns = batch.signal("returns")

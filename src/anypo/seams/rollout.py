@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
 from anypo.batch import Batch
-from anypo.task import Prompt
+from anypo.task import Prompt, Resumable
 
 if TYPE_CHECKING:
     from anypo.run import Run
@@ -18,3 +21,53 @@ class OnPolicy:
 
     def __call__(self, prompts: list[Prompt], run: Run) -> Batch:
         return run.collect(prompts)
+
+
+def continue_rows(batch: Batch, rows: Tensor, depth: Tensor, run: Run) -> Batch:
+    """New endings under the current policy of rows `rows` [M] of a batch after their first `depth` [M] actions, as whole trajectories (see
+    `anypo.task.Resumable`). Only the new actions count as generated. Raises ValueError for a task that cannot do it."""
+    if not isinstance(run.task, Resumable):
+        raise ValueError(
+            f"{run.method.name} continues trajectories from their middle, which the task '{run.task.name}' does not offer; give the task a "
+            "continue_rows (see anypo.task.Resumable), or take a task of text such as arithmetic"
+        )
+    with run.timed("generate"), torch.no_grad():
+        endings = run.task.continue_rows(batch, rows, depth, run)
+    run.actions += int((endings.mask & (torch.arange(endings.horizon) >= depth[:, None])).sum())
+    return endings
+
+
+def as_roots(batch: Batch) -> Batch:
+    """The batch with every row marked as one that branched from none, so that it can be joined with its `continue_rows`."""
+    return batch.but(parent=torch.full_like(batch.group, -1), branch_at=torch.zeros_like(batch.group))
+
+
+def steps_of(batch: Batch, run: Run, size: int = 1) -> Tensor:
+    """Which step of its trajectory every action belongs to, [N,T] int64 from 0, and -1 where there is none.
+
+    A step is what the task calls a segment (a turn, an environment step); else a line, where the policy writes text and wrote a line break;
+    else `size` actions.
+    """
+    place = torch.arange(batch.horizon).expand(batch.mask.shape)
+    if batch.segment is not None:
+        step = batch.segment
+    else:
+        ends = _line_ends(batch, run)
+        step = ends.cumsum(1) - ends.long() if bool(ends.any()) else place // size
+    return torch.where(batch.attended, step, -1)
+
+
+def step_starts(steps: Tensor) -> Tensor:
+    """[N,T] bool: where a step of `steps_of` begins."""
+    before = torch.cat([torch.full_like(steps[:, :1], -1), steps[:, :-1]], dim=1)
+    return (steps != before) & (steps >= 0)
+
+
+def _line_ends(batch: Batch, run: Run) -> Tensor:
+    """[N,T] bool: the tokens after which a new line begins (several line breaks in a row are one); nowhere for a policy that does not decode."""
+    decode = getattr(run.policy, "decode", None)
+    if decode is None or batch.action.dim() != 2:
+        return torch.zeros_like(batch.mask)
+    breaks = [token for token in torch.unique(batch.action[batch.mask]).tolist() if "\n" in decode(torch.tensor([token]))]
+    broken = torch.isin(batch.action, torch.tensor(breaks, dtype=torch.int64)) & batch.mask
+    return broken & ~torch.cat([broken[:, 1:], torch.zeros_like(broken[:, :1])], dim=1)

@@ -81,7 +81,7 @@ def test_an_empty_completion_is_the_empty_string(ends):
 def test_over_long_prompts_are_named_with_the_remedy():
     task, run = make_task(ROWS, max_tokens=20), make_run(ScriptedPolicy(right, context_limit=30))
     with pytest.raises(
-        ValueError, match=r"prompt 7 \('aaa.*has 11 tokens; with 20 for the completion.*context of 30.*max_prompt_tokens=10"
+        ValueError, match=r"prompt 7 \(a{11}\) has 11 tokens; with 20 for the completion.*context of 30.*max_prompt_tokens=10"
     ):
         task.collect([Prompt(7, "a" * 11)], run)
     with pytest.raises(ValueError, match="set a smaller max_tokens"):

@@ -152,6 +152,10 @@ class EnvironmentPolicy(Policy):
         """Stored actions as the environment takes them."""
         raise NotImplementedError
 
+    def from_environment(self, action: NDArray) -> NDArray:
+        """The inverse of `for_environment`, for recorded actions."""
+        raise NotImplementedError
+
     def begin_collection(self) -> None:
         """Take over the observation statistics of what was collected before."""
         if self.moments is not None:
@@ -296,7 +300,7 @@ class ControlPolicy(EnvironmentPolicy):
         assert self.log_std is not None
         log_std = self.log_std
         if "mean" in needs or "log_std" in needs:
-            signals["mean"], signals["log_std"] = mean, log_std.expand_as(mean)
+            signals["mean"], signals["log_std"] = mean, log_std.expand_as(mean).clone()  # a batch must not follow the parameter
         if "logp" in needs:
             signals["logp"] = gaussian_logp(batch.action, mean, log_std) * batch.mask
         if "entropy" in needs:
@@ -325,6 +329,9 @@ class ControlPolicy(EnvironmentPolicy):
 
     def for_environment(self, action: NDArray) -> NDArray:
         return action if self.discrete else action.clip(self.spaces.low, self.spaces.high)
+
+    def from_environment(self, action: NDArray) -> NDArray:
+        return action if self.discrete else action.astype(np.float32)
 
 
 def gaussian_logp(action: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:

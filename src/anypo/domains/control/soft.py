@@ -155,6 +155,9 @@ class SquashedGaussianActorCritic(EnvironmentPolicy):
     def for_environment(self, action: NDArray) -> NDArray:
         return self.centre + self.reach * action
 
+    def from_environment(self, action: NDArray) -> NDArray:
+        return ((action - self.centre) / self.reach).clip(-1, 1).astype(np.float32)
+
 
 def squash(mean: Tensor, log_std: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
     """tanh of a Gaussian sample and its log-density, [B,D] each -> ([B,D], [B]); the stable form of log(1 - tanh^2) (arXiv:1801.01290, appendix C)."""

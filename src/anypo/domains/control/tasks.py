@@ -19,6 +19,7 @@ from anypo.batch import Batch
 from anypo.domains.control.collect import Finished, Stream, Trajectories, episodes
 from anypo.domains.control.envs import EnvironmentFailed, Environments, Maker, describe, make_environments, maker
 from anypo.domains.control.policy import EnvironmentPolicy
+from anypo.domains.control.replay import as_batch, read
 from anypo.run import Run
 from anypo.task import Prompt
 
@@ -36,7 +37,7 @@ class GymTask:
         evaluation_episodes: int = 20, on_env_error: str = "stop", video: str | None = None, data: str | None = None,
     ) -> None:  # fmt: skip
         """`envs`: parallel environments (prompts a step). `horizon`: steps of each in a segment. `normalize_rewards`: divide rewards by the running
-        standard deviation of the discounted return (segments only; None = for continuous actions), with discount `reward_gamma`. `on_env_error`:
+        standard deviation of the discounted return (segments only; None = for continuous actions on-policy), with discount `reward_gamma`. `on_env_error`:
         what an environment that raises does to the run, stop (after writing a checkpoint when there is a folder) or restart its episode. `video`:
         a GIF of one episode, written when training ends. `data`: a file of recorded steps; methods with a replay buffer then learn from it alone.
 
@@ -50,7 +51,7 @@ class GymTask:
         self.spaces = describe(self.make)
         self.name = self.spaces.name
         self.prompts_per_step, self.horizon = envs, horizon
-        self.normalize_rewards = self.spaces.actions is None if normalize_rewards is None else normalize_rewards
+        self.normalize_rewards = normalize_rewards
         self.reward_gamma, self.evaluation_episodes, self.on_env_error, self.video = reward_gamma, evaluation_episodes, on_env_error, video
         self.data = data
         self.scale = RewardScale()
@@ -92,7 +93,8 @@ class GymTask:
                 run.save()
             raise
         self._log(finished.returns, finished.lengths, run)
-        if self.normalize_rewards:
+        continuous_on_policy = self.spaces.actions is None and run.method.loop == "on_policy"
+        if continuous_on_policy if self.normalize_rewards is None else self.normalize_rewards:
             self.scale.update(seen.reward, seen.terminated | seen.truncated, self.reward_gamma)
         rows = torch.arange(len(prompts))
         return self._batch(seen, rows, rows.clone(), run, critic=True), seen
@@ -154,7 +156,7 @@ class GymTask:
         if returns:
             self.last_return = float(np.mean(returns))
             run.log(episode_return=self.last_return, episode_length=float(np.mean(lengths)))
-        run.log(reward=self.last_return, episodes=len(returns))
+        run.log(episodes=len(returns), **({} if self.last_return is None else {"reward": self.last_return}))
         environments = self._stream.environments if self._stream else self._episode_environments
         if environments is not None and environments.failures:
             run.log(environment_failures=environments.failures)
@@ -162,6 +164,12 @@ class GymTask:
     def score(self, batch: Batch, run: Run) -> Tensor:
         """Dense rewards [N,T], in the scale of this step when rewards are normalized; the environment's own are the signal `raw_reward`."""
         return batch.signal("raw_reward") / self.scale.divisor
+
+    def dataset(self, run: Run) -> Batch | None:
+        """The recorded steps that the option `data` names, in the units of the run's policy; None without one."""
+        if self.data is None:
+            return None
+        return as_batch(read(self.data, self.spaces), run.policy)  # type: ignore[arg-type]
 
     def evaluate(self, run: Run) -> dict[str, float]:
         """Mean undiscounted return and length over held-out start seeds, acting by the likeliest action."""

@@ -146,6 +146,17 @@ class AgentTask:
         out = self._finish(run.policy, begun, run.generator, run.version, entropy)
         return out.but(parent=torch.tensor(list(rows), dtype=torch.int64), branch_at=torch.tensor(shared, dtype=torch.int64))
 
+    def continue_rows(self, batch: Batch, rows: Tensor, depth: Tensor, run: Run) -> Batch:
+        """`branch` where the turn is named by its first token `depth[i]`; see `anypo.task.Resumable`. Raises ValueError when no turn begins there."""
+        assert batch.segment is not None
+        turns = []
+        for row, shared in zip(rows.tolist(), depth.tolist(), strict=True):
+            segment = batch.segment[row][batch.attended[row]]
+            turns.append(int(segment[shared]) if shared < len(segment) else -1)
+            if int((segment < turns[-1]).sum()) != shared:
+                raise ValueError(f"conversation {row} can be continued from the beginning of a turn, and none begins at token {shared}")
+        return self.branch(batch, rows.tolist(), turns, run)
+
     def score(self, batch: Batch, run: Run | None = None) -> Tensor:
         """[N]: the sum of each conversation's turn rewards."""
         return batch.signal("turn_reward").sum(dim=1)

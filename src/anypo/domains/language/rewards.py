@@ -309,6 +309,8 @@ def same_mathematics(answer: str, text: str) -> bool:
     except ImportError as error:
         raise ValueError("comparing mathematical answers needs math-verify; install it with: pip install 'anypo[math]'") from error
 
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of its own time limit being off; `limited` takes its place
+
     def compare() -> bool:
         gold = math_verify.parse(answer if "$" in answer or "\\boxed" in answer else f"${answer}$", parsing_timeout=None)
         return bool(gold) and math_verify.verify(gold, math_verify.parse(text, parsing_timeout=None), timeout_seconds=None)

@@ -130,7 +130,7 @@ def _decode(
         if len(order) < len(rows):
             cache.keep(order.to(device))
             rows, token = rows[order], token[order]
-        hidden = cache.step(network, token.to(device), (lengths[rows] + t).to(device))
+        hidden = cache.step(token.to(device), (lengths[rows] + t).to(device))
 
 
 def _survivors(alive: Bool[Tensor, " n"]) -> Int64[Tensor, " m"]:

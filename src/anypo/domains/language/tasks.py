@@ -93,6 +93,8 @@ class TextTask:
         )
         rows = out.source.tolist()
         signals = row_signals([prompts[i] for i in rows], [heats[i] for i in rows])
+        signals["limit"] = torch.tensor([limits[i] for i in rows], dtype=torch.int64)
+        signals["limit"] = torch.tensor([limits[i] for i in rows])
         signals["completion"] = [policy.decode(tokens[valid]) for tokens, valid in zip(out.tokens, out.valid, strict=True)]
         if out.entropy is not None:
             signals["old_entropy"] = out.entropy
@@ -108,6 +110,37 @@ class TextTask:
             version=torch.full((len(rows),), version),
             signals=signals,
         )
+
+    def continue_rows(self, batch: Batch, rows: Tensor, depth: Tensor, run: Run) -> Batch:
+        """New endings of rows of a batch, row `rows[i]` after its first `depth[i]` tokens; see `anypo.task.Resumable`.
+
+        The shared tokens keep the log-probs they were drawn with; equal beginnings are read once.
+        """
+        old, policy = batch[rows], run.policy
+        assert old.terminated is not None
+        left = torch.where(old.terminated & (depth >= old.lengths), 0, old.signals["limit"] - depth)
+        going = (left > 0).nonzero().flatten()
+        begun, source, counts = torch.unique(torch.stack([rows, depth], 1)[going], dim=0, return_inverse=True, return_counts=True)
+        starts = [torch.cat([batch.context[row], batch.action[row, :shared]]) for row, shared in begun.tolist()]
+        out = policy.sample(
+            starts, counts.tolist(), max_tokens=(batch.signals["limit"][begun[:, 0]] - begun[:, 1]).tolist(),
+            temperature=batch.signals["temperature"][begun[:, 0]].tolist(), generator=run.generator, want_entropy="old_entropy" in batch.signals,
+        )  # fmt: skip
+        owner = going[source.argsort(stable=True)]  # whom each drawn ending belongs to
+        signals = {n: old.signals[n] for n in ("prompt_id", "prompt", "prompt_text", "columns", "temperature", "limit")}
+        lengths = depth.index_add(0, owner, out.valid.sum(1))
+        action, logp = joined(old.action, depth, out.tokens, owner, lengths), joined(old.logp, depth, out.logp, owner, lengths)
+        valid = torch.arange(action.shape[1]) < lengths[:, None]
+        signals["limit"] = torch.tensor([limits[i] for i in rows])
+        signals["completion"] = [policy.decode(tokens[kept]) for tokens, kept in zip(action, valid, strict=True)]
+        if out.entropy is not None:
+            signals["old_entropy"] = joined(old.signals["old_entropy"], depth, out.entropy, owner, lengths)
+        finished = old.terminated & (left == 0)
+        finished[owner] = out.finished
+        return Batch(
+            action=action, mask=valid, logp=logp, group=old.group, context=old.context, valid=valid, parent=rows, branch_at=depth,
+            terminated=finished, truncated=~finished, version=torch.full((len(rows),), run.version), signals=signals,
+        )  # fmt: skip
 
     def score(self, batch: Batch, run: Run | None = None) -> Tensor:
         """Rewards [N], or [N,K] with several functions. The signal `reward_applies` [N,K] says which are meant (see `RewardTable`)."""
@@ -147,6 +180,20 @@ class TextTask:
 def _attempts(batch: Batch) -> tuple[list[Any], list[str], list[dict[str, Any]], list[list[int]]]:
     tokens = [action[mask].tolist() for action, mask in zip(batch.action, batch.mask, strict=True)]
     return batch.signal("prompt"), batch.signal("completion"), batch.signal("columns"), tokens
+
+
+def joined(beginning: Tensor, depth: Tensor, ending: Tensor, owner: Tensor, lengths: Tensor) -> Tensor:
+    """The first `depth[i]` entries of `beginning` [M,T] and then, where row i has one, the row of `ending` [n,t] that it owns; 0 from `lengths[i]`
+    on. `owner` [n] names the row that each ending belongs to."""
+    out = beginning.new_zeros((len(beginning), int(lengths.max()) if len(lengths) else 0))
+    shared = torch.arange(out.shape[1]) < depth[:, None]
+    width = min(out.shape[1], beginning.shape[1])
+    out[:, :width] = torch.where(shared[:, :width], beginning[:, :width], out[:, :width])
+    place = torch.arange(out.shape[1])[None] - depth[owner][:, None]
+    written = (place >= 0) & (torch.arange(out.shape[1]) < lengths[owner][:, None])
+    if ending.numel():
+        out[owner] = torch.where(written, ending.gather(1, place.clamp(0, ending.shape[1] - 1)), out[owner])
+    return out
 
 
 def _mean(values: Tensor) -> float:
@@ -194,8 +241,9 @@ def encode_prompts(
         if room < least:
             keep = policy.context_limit - least
             remedy = f"set max_prompt_tokens={keep} to keep only its last tokens" if keep > 0 else "set a smaller max_tokens"
+            text = prompt_text(prompt.content)
             raise ValueError(
-                f"prompt {prompt.id} ({prompt_text(prompt.content)[:40]!r}...) has {len(tokens)} tokens; with {least} for the completion that is "
+                f"prompt {prompt.id} ({text if len(text) <= 40 else text[:40] + '...'!r}) has {len(tokens)} tokens; with {least} for the completion that is "
                 f"more than the model's context of {policy.context_limit}. Shorten it, or {remedy}"
             )
         encoded.append(tokens)

@@ -45,10 +45,10 @@ def acr(reward: Float[Tensor, " N"], group: Int[Tensor, " N"], tol: float = TOLE
     return float((collapsed * one_a_group).sum() / one_a_group.sum())
 
 
-def virtual(reward: Float[Tensor, " G"], acr: float, alpha: float = 0.5, r_anchor: float = 0.1) -> list[float]:
+def virtual(reward: Float[Tensor, " G"], acr: float, alpha: float = 0.5, r_anchor: float = 0.1) -> Float[Tensor, " K"]:
     """Equations 2-3: the virtual rewards of one group, the largest first."""
     values, exists = _virtual_values(reward.max()[None], torch.tensor([len(reward)]), acr, alpha, r_anchor)
-    return values[exists].tolist()
+    return values[exists]
 
 
 def threshold(tau: float, rate: float, mean_reward: float, prev_J: float | None, eta: float = 0.01) -> float:

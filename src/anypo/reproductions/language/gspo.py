@@ -38,7 +38,7 @@ def _variances(noise: float, sequence_ratio: SequenceRatio, shuffle: bool = Fals
     if noise:
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
-            policy.logits += noise * torch.randn(policy.logits.shape, generator=generator, dtype=torch.float64)
+            policy.logits.add_(noise * torch.randn(policy.logits.shape, generator=generator, dtype=torch.float64))
     else:
         batch.reward = run.score_rewards(batch)
         batch.advantage = method.credit(batch, run)

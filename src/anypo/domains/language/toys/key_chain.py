@@ -177,6 +177,11 @@ class KeyChain:
         batch = self._roll(prompt, group, run, prefix, depth, temperature)
         return batch.but(parent=torch.full_like(prompt, -1) if parent is None else parent, branch_at=depth)
 
+    def continue_rows(self, batch: Batch, rows: Int[Tensor, " M"], depth: Int[Tensor, " M"], run: Run) -> Batch:
+        """New endings of rows of a batch, row `rows[i]` from the state after its first `depth[i]` actions; see `anypo.task.Resumable`."""
+        old = batch[rows]
+        return self.continue_from(old.context, old.group, run, old.action, depth, rows, old.signals.get("temperature"))
+
     def state_after(self, prompt: Int[Tensor, " M"], prefix: Int[Tensor, "M d"], depth: Int[Tensor, " M"]) -> ChainState:
         """The state that `prefix[i, :depth[i]]` leads to."""
         right = self.right[prompt[:, None], torch.arange(prefix.shape[1]), prefix]

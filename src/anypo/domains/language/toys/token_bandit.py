@@ -191,6 +191,16 @@ class TokenBandit:
             terminated=ended, truncated=~ended, version=torch.full((len(prompt),), run.version), signals=signals,
         )  # fmt: skip
 
+    def continue_rows(self, batch: Batch, rows: Int[Tensor, " M"], depth: Int[Tensor, " M"], run: Run) -> Batch:
+        """New endings of rows of a batch, row `rows[i]` after its first `depth[i]` tokens; see `anypo.task.Resumable`."""
+        parts, order = [], []
+        for shared in torch.unique(depth).tolist():
+            chosen = (depth == shared).nonzero().flatten()
+            old = batch[rows[chosen]]
+            parts.append(self.continue_from(old.context, old.group, run, old.action[:, :shared], old.signals.get("temperature")))
+            order.append(chosen)
+        return Batch.concat(parts)[torch.cat(order).argsort()].but(parent=rows, branch_at=depth)
+
     def mask(self, action: Tensor) -> Tensor:
         """[N,T]: positions up to and including the first end token."""
         if self.eos is None:

@@ -152,6 +152,12 @@ class ToyArith:
         batch.signals["old_entropy"] = torch.where(batch.mask, seen.entropy, torch.zeros_like(seen.entropy))
         return self._annotate(batch, problems, policy)
 
+    def continue_rows(self, batch: Batch, rows: Int[Tensor, " M"], depth: Int[Tensor, " M"], run: Run) -> Batch:
+        """New endings of rows of a batch, row `rows[i]` after its first `depth[i]` tokens; see `anypo.task.Resumable`."""
+        old = batch[rows]
+        prefix = [action[:shared] for action, shared in zip(old.action, depth.tolist(), strict=True)]
+        return self.continue_from(old.signals["prompt_id"], old.group, run, prefix, rows, old.signals.get("temperature"))
+
     def _annotate(self, batch: Batch, problems: list[Prompt], policy: GruPolicy) -> Batch:
         """Whether rows ended, their texts and columns, and the signals of the variants."""
         batch.terminated = ((batch.action == policy.eos) & batch.mask).any(1)
