@@ -81,7 +81,7 @@ def test_an_empty_completion_is_the_empty_string(ends):
 def test_over_long_prompts_are_named_with_the_remedy():
     task, run = make_task(ROWS, max_tokens=20), make_run(ScriptedPolicy(right, context_limit=30))
     with pytest.raises(
-        ValueError, match=r"prompt 7 \(a{11}\) has 11 tokens; with 20 for the completion.*context of 30.*max_prompt_tokens=10"
+        ValueError, match=r"prompt 7 \('a{11}'\) has 11 tokens; with 20 for the completion.*context of 30.*max_prompt_tokens=10"
     ):
         task.collect([Prompt(7, "a" * 11)], run)
     with pytest.raises(ValueError, match="set a smaller max_tokens"):
@@ -332,3 +332,18 @@ def test_hub_names_may_carry_a_configuration(monkeypatch):
     for spec in ("openai/gsm8k/main:test", "openai/gsm8k", "squad:validation"):
         sources.hub_rows(spec)
     assert asked == [("openai/gsm8k", "main", "test"), ("openai/gsm8k", None, "train"), ("squad", None, "validation")]
+
+
+def test_rows_are_continued_from_any_depth():
+    replies = iter(["12345", "ab", "xyz", "7"])
+    policy = ScriptedPolicy(lambda text, draw: next(replies))
+    task, run = make_task(ROWS, max_tokens=6), make_run(policy, frozenset({"old_entropy"}))
+    batch = task.collect([Prompt(0, "p"), Prompt(1, "q", max_actions=4)], run)
+    assert batch.signals["completion"] == ["12345", "ab"]
+    rows, depth = torch.tensor([1, 0, 0, 1]), torch.tensor([1, 2, 6, 3])
+    endings = task.continue_rows(batch, rows, depth, run)
+    assert endings.signals["completion"] == ["a7", "12xyz", "12345", "ab"]
+    assert endings.parent.tolist() == [1, 0, 0, 1] and endings.branch_at.tolist() == [1, 2, 6, 3]
+    assert [policy.decode(c) for c in endings.context] == ["q", "p", "p", "q"] and bool(endings.terminated.all())
+    assert policy.calls[-1]["max_tokens"] == [4, 3] and policy.calls[-1]["prompts"] == ["p12", "qa"]
+    assert endings.signals["old_entropy"].shape == endings.logp.shape and torch.equal(endings.logp != 0, endings.mask)

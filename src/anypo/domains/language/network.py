@@ -101,11 +101,12 @@ class Network:
             self.decodes_directly = self._try_decoder(decoder)
         return decoder if self.decodes_directly else None
 
-    def logits(self, hidden: Float[Tensor, "M D"]) -> Float[Tensor, "M V"]:
+    def logits(self, hidden: Float[Tensor, "n D"]) -> Float[Tensor, "n V"]:
         """float32 logits of a few states."""
-        # The weight on the left: see `decoder.py`.
-        logits = torch.mm(self.head.weight, hidden.t()).t().float()
-        logits = logits if self.head.bias is None else logits + self.head.bias
+        # The weight on the left: see `decoder.py`. What follows walks along rows, so they are laid out as such.
+        logits = torch.mm(self.head.weight, hidden.t()).t().to(torch.float32, memory_format=torch.contiguous_format).contiguous()
+        if self.head.bias is not None:
+            logits = logits + self.head.bias
         return logits if self.scale == 1.0 else logits * self.scale
 
     def states(self, sequences: Sequence[Tensor], prompt_lengths: Sequence[int], budget: int, layer: int | None = None) -> States:

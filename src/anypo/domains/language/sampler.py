@@ -142,7 +142,7 @@ def _survivors(alive: Bool[Tensor, " n"]) -> Int64[Tensor, " m"]:
 
 
 class _Draw:
-    """Draws one token a row from float32 logits, with its log-prob and the entropy."""
+    """Draws one token a row from float32 logits, which it overwrites, with the log-prob and the entropy."""
 
     def __init__(self, temperature: Float[Tensor, " N"], generator: torch.Generator, top_p: float, greedy: bool, want_entropy: bool) -> None:
         self.temperature, self.generator, self.top_p, self.greedy, self.want_entropy = temperature, generator, top_p, greedy, want_entropy
@@ -150,7 +150,7 @@ class _Draw:
     def __call__(self, logits: Float[Tensor, "n V"], rows: Int64[Tensor, " n"]) -> tuple[Tensor, Tensor, Tensor | None]:
         heat = self.temperature[rows].to(logits.device)
         centred = logits / heat[:, None] if bool((heat != 1).any()) else logits
-        centred = centred - centred.amax(dim=1, keepdim=True)
+        centred = centred.sub_(centred.amax(dim=1, keepdim=True))
         weight = centred.exp()
         total = weight.sum(dim=1)
         if self.greedy:

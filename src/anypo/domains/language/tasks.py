@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -94,7 +94,6 @@ class TextTask:
         rows = out.source.tolist()
         signals = row_signals([prompts[i] for i in rows], [heats[i] for i in rows])
         signals["limit"] = torch.tensor([limits[i] for i in rows], dtype=torch.int64)
-        signals["limit"] = torch.tensor([limits[i] for i in rows])
         signals["completion"] = [policy.decode(tokens[valid]) for tokens, valid in zip(out.tokens, out.valid, strict=True)]
         if out.entropy is not None:
             signals["old_entropy"] = out.entropy
@@ -116,7 +115,7 @@ class TextTask:
 
         The shared tokens keep the log-probs they were drawn with; equal beginnings are read once.
         """
-        old, policy = batch[rows], run.policy
+        old, policy = batch[rows], cast(Any, run.policy)
         assert old.terminated is not None
         left = torch.where(old.terminated & (depth >= old.lengths), 0, old.signals["limit"] - depth)
         going = (left > 0).nonzero().flatten()
@@ -131,7 +130,6 @@ class TextTask:
         lengths = depth.index_add(0, owner, out.valid.sum(1))
         action, logp = joined(old.action, depth, out.tokens, owner, lengths), joined(old.logp, depth, out.logp, owner, lengths)
         valid = torch.arange(action.shape[1]) < lengths[:, None]
-        signals["limit"] = torch.tensor([limits[i] for i in rows])
         signals["completion"] = [policy.decode(tokens[kept]) for tokens, kept in zip(action, valid, strict=True)]
         if out.entropy is not None:
             signals["old_entropy"] = joined(old.signals["old_entropy"], depth, out.entropy, owner, lengths)
@@ -243,8 +241,8 @@ def encode_prompts(
             remedy = f"set max_prompt_tokens={keep} to keep only its last tokens" if keep > 0 else "set a smaller max_tokens"
             text = prompt_text(prompt.content)
             raise ValueError(
-                f"prompt {prompt.id} ({text if len(text) <= 40 else text[:40] + '...'!r}) has {len(tokens)} tokens; with {least} for the completion that is "
-                f"more than the model's context of {policy.context_limit}. Shorten it, or {remedy}"
+                f"prompt {prompt.id} ({text if len(text) <= 40 else text[:40] + '...'!r}) has {len(tokens)} tokens; with {least} for the completion "
+                f"that is more than the model's context of {policy.context_limit}. Shorten it, or {remedy}"
             )
         encoded.append(tokens)
         limits.append(min(most, room))

@@ -93,7 +93,12 @@ def schedule(step: Tensor, total: float, start: float, phase: float = 0.5) -> Te
 
 
 def loss(
-    logp: Float[Tensor, "N T"], old_logp: Float[Tensor, "N T"], advantages: Float[Tensor, " N"], keep: Tensor, clip_low: float, clip_high: float
+    logp: Float[Tensor, "N T"],
+    old_logp: Float[Tensor, "N T"],
+    advantages: Float[Tensor, " N"],
+    keep: Tensor,
+    clip_low: float,
+    clip_high: float,
 ) -> Tensor:
     """Equation 4: the clipped surrogate averaged over the kept tokens -> scalar."""
     value = clipped(token_ratio(logp, old_logp, keep), broadcast(advantages, keep), 1 - clip_low, 1 + clip_high)
@@ -132,7 +137,9 @@ class DownSampled:
 
 METHOD = GRPO.but(
     name="d3s",
-    paper=Paper("Learning More with Less: A Dynamic Dual-Level Down-Sampling Framework for Efficient Policy Optimization", "2509.22115", 2025),
+    paper=Paper(
+        "Learning More with Less: A Dynamic Dual-Level Down-Sampling Framework for Efficient Policy Optimization", "2509.22115", 2025
+    ),
     summary="trains on the rollouts of largest advantage variance and their tokens of largest |advantage| times entropy, relaxing to all",
     credit=DownSampled(),
     objective=ClippedSurrogate(clip_low=0.2, clip_high=0.28, aggregation="token_mean"),

@@ -87,4 +87,4 @@ METHOD = GRPO.but(
     summary="several rewards are normalized one by one and weighted by their standard deviation in the group",
     credit=VarianceAdaptive(),
     objective=ClippedSurrogate(clip_low=0.2, clip_high=0.2, aggregation="token_mean"),
-)
+).set("select.group_size", 16)

@@ -43,7 +43,9 @@ def reposition(start: Tensor, fast: Tensor, alpha: float) -> Tensor:
     return start + alpha * (fast - start)
 
 
-def step(theta: Float[Tensor, " D"], matrix: Float[Tensor, "D D"], bias: Float[Tensor, " D"], lr: float, inner_steps: int, alpha: float) -> Steps:
+def step(
+    theta: Float[Tensor, " D"], matrix: Float[Tensor, "D D"], bias: Float[Tensor, " D"], lr: float, inner_steps: int, alpha: float
+) -> Steps:
     """Equations 1-3 with plain SGD on a loss whose gradient is matrix @ theta - bias."""
     fast = theta
     for _ in range(inner_steps):

@@ -144,7 +144,9 @@ def _trained(method: Method, steps: int = 150) -> tuple[float, float]:
     for seed in SEEDS:
         task = AccuracyAndLength(seed)
         policy = task.policy()
-        train_on(plain_sgd(method.but(regularize=()), 32.0), policy, task, steps=steps, seed=seed, watch=lambda run, batch: None)
+        train_on(
+            plain_sgd(method.but(regularize=()), 32.0, group_size=8), policy, task, steps=steps, seed=seed, watch=lambda run, batch: None
+        )
         ends.append(task.expected_reward(policy).detach().mean(0).tolist())
     return fmean(e[0] for e in ends), fmean(e[1] for e in ends)
 

@@ -27,7 +27,11 @@ def _closed_form(alpha: float) -> Evidence:
     generator = torch.Generator().manual_seed(0)
     root = torch.randn(5, 5, generator=generator, dtype=torch.float64)
     matrix, bias = root @ root.T / 5 + torch.eye(5, dtype=torch.float64), torch.randn(5, generator=generator, dtype=torch.float64)
-    theta, optimum, eye = torch.randn(5, generator=generator, dtype=torch.float64), torch.linalg.solve(matrix, bias), torch.eye(5, dtype=torch.float64)
+    theta, optimum, eye = (
+        torch.randn(5, generator=generator, dtype=torch.float64),
+        torch.linalg.solve(matrix, bias),
+        torch.eye(5, dtype=torch.float64),
+    )
     once = eye - 0.1 * matrix
     expected = optimum + once @ (eye + 0.8 * (torch.linalg.matrix_power(once, 3) - eye)) @ (theta - optimum)
     error = float((step(theta, matrix, bias, 0.1, 3, alpha).next - expected).abs().max())
@@ -85,7 +89,9 @@ def _variance(alpha: float) -> float:
 
 def _calmer(alpha: float) -> Evidence:
     pulled, naive = _variance(alpha), _variance(1.0)
-    return Evidence({f"alpha {alpha}": round(pulled, 3), "alpha 1": round(naive, 3)}, "variance at least 20% below alpha 1", pulled < 0.8 * naive)
+    return Evidence(
+        {f"alpha {alpha}": round(pulled, 3), "alpha 1": round(naive, 3)}, "variance at least 20% below alpha 1", pulled < 0.8 * naive
+    )
 
 
 @claim("where noise dominates, pulling back halfway leaves a smaller variance of the parameters than keeping all fast steps")
@@ -139,7 +145,9 @@ def _drift(alpha: float) -> float:
 
 def _drifts_less(alpha: float) -> Evidence:
     mine, naive = _drift(alpha), _drift(1.0)
-    return Evidence({"slow-fast": round(mine, 4), "K+1 naive steps": round(naive, 4)}, "at least 5% below the naive steps", mine < 0.95 * naive)
+    return Evidence(
+        {"slow-fast": round(mine, 4), "K+1 naive steps": round(naive, 4)}, "at least 5% below the naive steps", mine < 0.95 * naive
+    )
 
 
 @claim("the policy drifts less from the one that sampled than with K+1 naive steps on the batch", slow=True)
