@@ -95,6 +95,10 @@ class Batch:
         """A copy with some fields replaced; unknown names raise TypeError."""
         return replace(self, **changes)
 
+    def state_dict(self) -> dict[str, Any]:
+        """All fields by name, for a component that keeps trajectories between steps; `Batch(**state)` is the inverse."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
     def signal(self, name: str) -> Any:
         """A named signal, or a sentence that says which one is missing. Raises KeyError."""
         if name not in self.signals:

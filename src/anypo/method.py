@@ -120,11 +120,31 @@ class Method:
         that exist.
         """
         seam, _, rest = path.partition(".")
+        if self.stages:
+            return self._set_in_stages(path, seam, rest, value)
         if seam not in SEAMS:
             raise ValueError(f"unknown seam '{seam}' in '{path}'; the seams are {', '.join(SEAMS)}")
         if not rest:
             raise ValueError(f"'{path}' names a whole seam; write {seam}.<field>=<value>")
         return replace(self, **{seam: _set(getattr(self, seam), rest.split("."), value, seam)})
+
+    def _set_in_stages(self, path: str, seam: str, rest: str, value: Any) -> Method:
+        """`stages.1.update.epochs` in one stage; a plain path in every stage that has the field."""
+        chosen = range(len(self.stages))
+        if seam == "stages":
+            number, _, path = rest.partition(".")
+            if not number.isdigit() or int(number) >= len(self.stages):
+                raise ValueError(f"{self.name} has {len(self.stages)} stages; write stages.<number>.<seam>.<field>, numbers from 0")
+            chosen = range(int(number), int(number) + 1)
+        changed, refusals = list(self.stages), []
+        for i in chosen:
+            try:
+                changed[i] = replace(self.stages[i], method=self.stages[i].method.set(path, value))
+            except ValueError as refusal:
+                refusals.append(refusal)
+        if len(refusals) == len(chosen):
+            raise refusals[0]
+        return replace(self, stages=tuple(changed))
 
     def components(self) -> Iterator[tuple[str, Any]]:
         """Every component with its path ("credit", "regularize.0", "rollout.inner"), nested ones after their owner."""
@@ -139,6 +159,8 @@ class Method:
     def needs(self, *seams: str) -> frozenset[str]:
         """The signals that the components of these seams (all by default) declare."""
         chosen = seams or SEAMS
+        if self.stages:
+            return frozenset(n for stage in self.stages for n in stage.method.needs(*seams))
         return frozenset(n for path, c in self.components() if path.split(".")[0] in chosen for n in getattr(c, "needs", ()))
 
     def diff(self, other: Method | None = None) -> list[tuple[str, str, str]]:
@@ -146,7 +168,8 @@ class Method:
         other = other or self.base
         if other is None:
             return []
-        return [d for seam in SEAMS for d in _diff(seam, getattr(other, seam), getattr(self, seam))]
+        stages = [(f"stages.{i}", "-", f"{s.method.name} for {s.share:.0%} of the steps") for i, s in enumerate(self.stages)]
+        return [d for seam in SEAMS for d in _diff(seam, getattr(other, seam), getattr(self, seam))] + stages
 
     def describe(self) -> str:
         """The method as plain text: paper, base, every seam with its hyper-parameters, and what changed."""
@@ -158,7 +181,11 @@ class Method:
             value = getattr(self, seam)
             if value not in ((), None):
                 lines.append(f"  {'*' if seam in changed else ' '} {seam:<10}{_show(value)}")
-        lines += [f"    stage     {s.method.name} for {s.share:.0%} of the steps" for s in self.stages]
+        if self.stages:
+            lines = lines[: 3 if self.base is not None else 2]
+        for i, stage in enumerate(self.stages):
+            inside = stage.method.describe().replace("\n", "\n    ")
+            lines.append(f"    stage {i}, {stage.share:.0%} of the steps\n    {inside}")
         return "\n".join(lines)
 
     def fresh(self) -> Method:

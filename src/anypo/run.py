@@ -106,7 +106,7 @@ class Run:
     def begin_step(self) -> Method:
         """The method of this step; at the first step of a stage its `prepare` components run."""
         if (self._start_stage() or self.step == 0) and not self.state.get(f"prepared.{self._stage}"):
-            if any(n.startswith("ref_") for n in self.method.needs()):
+            if any(n.startswith("ref_") for n in self.recipe.needs()):
                 self.named_policy("reference")
             for component in self.method.prepare:
                 component(self)

@@ -57,6 +57,10 @@ class Generated:
     def held_out(self, count: int) -> list[Prompt]:
         return [_generated(p) for p in held_out_problems(self.kind, count)]
 
+    def demonstrations(self, count: int, rng: np.random.Generator) -> list[tuple[Any, str]]:
+        """Training problems with one right completion each."""
+        return [(p.prompt, self.kind.solve(p)) for p in training_problems(self.kind, count, rng)]
+
 
 def _generated(problem: Problem) -> Prompt:
     return Prompt(text_id(problem.prompt), problem.prompt, problem.columns)
@@ -89,6 +93,14 @@ class Rows:
 
     def held_out(self, count: int) -> list[Prompt]:
         return self.kept[:count]
+
+    def demonstrations(self, count: int, rng: np.random.Generator) -> list[tuple[Any, str]]:
+        """Training problems with their `completion`, or else their `answer`. Raises ValueError for rows that have neither."""
+        chosen = self.training(count, rng)
+        shown = [p.columns.get("completion", p.columns.get("answer")) for p in chosen]
+        if None in shown:
+            raise ValueError(f"{self.name} has a row with neither 'completion' nor 'answer', so it cannot be imitated; add one of them")
+        return [(p.content, str(text)) for p, text in zip(chosen, shown, strict=True)]
 
 
 class ReasoningGym:

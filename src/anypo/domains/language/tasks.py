@@ -74,6 +74,13 @@ class TextTask:
         """Up to `count` held-out problems (default: as many as an evaluation uses), the same every time."""
         return self.source.held_out(self.evaluation_prompts if count is None else count)
 
+    def demonstrations(self, count: int, rng: np.random.Generator) -> list[tuple[Any, str]]:
+        """(prompt, right completion) pairs of training problems to imitate. Raises ValueError when the source knows no completions."""
+        show = getattr(self.source, "demonstrations", None)
+        if show is None:
+            raise ValueError(f"the task '{self.name}' has no demonstrations to imitate; take a generated task or rows with an 'answer'")
+        return show(count, rng)
+
     def collect(self, prompts: list[Prompt], run: Run) -> Batch:
         """Completions of every prompt under `run.policy`, drawn with `run.generator`; group = position of the prompt in the list.
 

@@ -80,7 +80,9 @@ class ReferenceValues:
 
     samples: int = 8  # reference responses a prompt, >= 1
     beta1: float = 0.5  # temperature of the estimate, > 0; 0 = plain mean
-    prompts: int | None = None  # estimated before the first step; None = the task's own default batch. Others are estimated when first drawn
+    prompts: int | None = (
+        None  # estimated before the first step; None = the task's own default batch. Others are estimated when first drawn
+    )
     weights: tuple[float, ...] | None = None  # of the K rewards; None = all 1
 
     def __call__(self, run: Run) -> None:

@@ -20,7 +20,7 @@ from anypo.batch import Batch
 from anypo.method import Paper
 from anypo.methods.language.grpo import METHOD as GRPO
 from anypo.policy import Loss, Signals
-from anypo.seams.groups import broadcast, group_mean
+from anypo.seams.groups import broadcast
 from anypo.seams.objective import ClippedSurrogate, aggregate, clipped, log_ratio, ratio_metrics, token_ratio
 from anypo.seams.regularize import KLPenalty
 from anypo.seams.reward import weighted_sum

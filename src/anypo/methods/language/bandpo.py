@@ -139,7 +139,9 @@ class BandClip:
 
 METHOD = GRPO.but(
     name="bandpo",
-    paper=Paper("BandPO: Bridging Trust Regions and Ratio Clipping via Probability-Aware Bounds for LLM Reinforcement Learning", "2603.04918", 2026),
+    paper=Paper(
+        "BandPO: Bridging Trust Regions and Ratio Clipping via Probability-Aware Bounds for LLM Reinforcement Learning", "2603.04918", 2026
+    ),
     summary="each token's clip bounds are the ratios that an f-divergence trust region allows it: wide for rare tokens, narrow for likely ones",
     objective=BandClip(),
     regularize=(),

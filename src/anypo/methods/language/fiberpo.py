@@ -181,4 +181,6 @@ METHOD = GRPO.but(
     objective=FiberGate(),
     regularize=(),
 )
-FIBERPO_DOMAIN = METHOD.but(name="fiberpo_domain", summary="four gates: domain, prompt group, response and token", objective=DomainFiberGate())
+FIBERPO_DOMAIN = METHOD.but(
+    name="fiberpo_domain", summary="four gates: domain, prompt group, response and token", objective=DomainFiberGate()
+)

@@ -49,7 +49,12 @@ def group_pairs(group: Int[Tensor, " N"]) -> tuple[Int[Tensor, " M"], Int[Tensor
 
 
 def pair_loss(
-    logp: Float[Tensor, "N T"], old_logp: Float[Tensor, "N T"], mask: Tensor, reward: Float[Tensor, " N"], group: Int[Tensor, " N"], eta: float = 1.0
+    logp: Float[Tensor, "N T"],
+    old_logp: Float[Tensor, "N T"],
+    mask: Tensor,
+    reward: Float[Tensor, " N"],
+    group: Int[Tensor, " N"],
+    eta: float = 1.0,
 ) -> LossValue:
     """Equations 2 and 4: mean over groups of the mean over their pairs of the squared residual; lone members count in no mean.
 

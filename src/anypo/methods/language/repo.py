@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 STRATEGIES = ("all", "recent", "highest", "random", "max_variance")
 TIE = 1e-12  # variances and sums of rewards closer than this are equal
-NOT_KEPT = ("context", "group", "reward", "advantage", "keep", "prompt", "prompt_text")  # what the prompt's fresh rows or later seams give
-Entry = dict[str, Any]  # {"fields": ..., "signals": ..., "reward": float}
+NOT_KEPT = ("context", "reward", "advantage", "keep", "prompt", "prompt_text")  # what the prompt's fresh rows or later seams give
+Entries = dict[str, Any]  # a prompt's buffer, oldest first: {"fields": by name, "signals": by name, "reward": [c]}
 
 
 def select(
@@ -140,15 +140,16 @@ class ReplayRollout:
         batch = self.inner(prompts, run)
         batch.signals["is_online"] = torch.ones(len(batch), dtype=torch.bool)
         run.score_rewards(batch)
-        buffers = run.state.get("replay", {})
-        parts = [batch]
+        buffers, parts = run.state.get("replay", {}), [batch]
         for group in torch.unique(batch.group).tolist():
             first = int((batch.group == group).nonzero()[0, 0])
-            entries = buffers.get(int(batch.signal("prompt_id")[first]), [])
-            chosen = self.choose(torch.tensor([e["reward"] for e in entries], dtype=torch.float64), run)
-            parts += [recalled(entries[i], batch[first]) for i in chosen]
-        run.log(replayed=(len(parts) - 1) / len(batch))
-        return Batch.concat(parts) if len(parts) > 1 else batch
+            entries = buffers.get(int(batch.signal("prompt_id")[first]))
+            chosen = self.choose(entries["reward"], run) if entries else []
+            if chosen:
+                parts.append(recalled(entries, chosen, batch[torch.full((len(chosen),), first)]))
+        replayed = Batch.concat(parts) if len(parts) > 1 else batch
+        run.log(replayed=len(replayed) / len(batch) - 1)
+        return replayed
 
     def choose(self, rewards: Tensor, run: Run) -> list[int]:
         return select(rewards, self.strategy, self.replayed, max(self.min_cache, 1), run.generator) if self.replayed else []
@@ -164,23 +165,33 @@ class FillReplay:
         if self.capacity < 1:
             raise ValueError(f"the capacity of the replay buffer must be at least 1, not {self.capacity}")
         buffers = run.state.setdefault("replay", {})
-        fresh = batch.signals.get("is_online", torch.ones(len(batch), dtype=torch.bool))
-        for i in fresh.nonzero().flatten().tolist():
-            key = int(batch.signal("prompt_id")[i])
-            buffers[key] = [*buffers.get(key, []), remembered(batch[i])][-self.capacity :]
+        ids = batch.signal("prompt_id")
+        for key in torch.unique(ids).tolist():
+            fresh = remembered(batch[((ids == key) & online(batch)).nonzero().flatten()])
+            buffers[key] = latest(buffers.get(key), fresh, self.capacity)
 
 
-def remembered(row: Batch) -> Entry:
-    """One row as a buffer's entry: its own tensors and texts, without what every response to the prompt has in common."""
-    own = {name: getattr(row, name) for name in PER_ROW if name not in NOT_KEPT and isinstance(getattr(row, name), Tensor)}
-    signals = {n: value for n, value in row.signals.items() if n not in NOT_KEPT and (isinstance(value, Tensor) or isinstance(value[0], str))}
-    return {"fields": own, "signals": signals, "reward": float(row.outcome[0])}
+def remembered(rows: Batch) -> Entries:
+    """Rows as a buffer keeps them: their own tensors and texts, without what all responses to a prompt have in common."""
+    own = {name: getattr(rows, name) for name in PER_ROW if name not in NOT_KEPT and isinstance(getattr(rows, name), Tensor)}
+    signals = {
+        n: value for n, value in rows.signals.items() if n not in NOT_KEPT and (isinstance(value, Tensor) or isinstance(value[0], str))
+    }
+    return {"fields": own, "signals": signals, "reward": rows.outcome.double()}
 
 
-def recalled(entry: Entry, fresh: Batch) -> Batch:
-    """A buffered response as a row, joined to the prompt of a fresh one."""
-    known = {name: value for name, value in entry["signals"].items() if name in fresh.signals}
-    return fresh.but(**entry["fields"], signals=fresh.signals | known | {"is_online": torch.zeros(1, dtype=torch.bool)})
+def latest(old: Entries | None, new: Entries, capacity: int) -> Entries:
+    """Both buffers joined, the last `capacity` entries of them."""
+    joined = Batch.concat([Batch(**part["fields"], signals=part["signals"]) for part in (old, new) if part])[-capacity:]
+    fields = {name: getattr(joined, name) for name in new["fields"]}
+    return {"fields": fields, "signals": joined.signals, "reward": torch.cat([part["reward"] for part in (old, new) if part])[-capacity:]}
+
+
+def recalled(entries: Entries, chosen: list[int], fresh: Batch) -> Batch:
+    """Buffered responses as rows; `fresh` holds as many rows of the same prompt, which give what the buffer does not keep."""
+    rows = Batch(**entries["fields"], signals=entries["signals"])[torch.tensor(chosen)]
+    own = {name: getattr(rows, name) for name in entries["fields"] if name != "group"}
+    return fresh.but(**own, signals=fresh.signals | rows.signals | {"is_online": torch.zeros(len(rows), dtype=torch.bool)})
 
 
 @dataclass

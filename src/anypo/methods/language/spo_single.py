@@ -219,8 +219,8 @@ def remembered(batch: Batch, row: int) -> dict[str, Any]:
 
 def recalled(entries: list[dict[str, Any]], rows: Batch) -> Batch:
     """Stored responses as a batch, in the contexts of `rows`."""
-    parts = {name: pad_sequence([e[name] for e in entries], batch_first=True) for name in _parts(rows)}
-    signals = {"temperature": torch.stack([e["temperature"] for e in entries])} if "temperature" in rows.signals else {}
+    parts: dict[str, Any] = {name: pad_sequence([e[name] for e in entries], batch_first=True) for name in _parts(rows)}
+    signals = {"temperature": torch.stack([e["temperature"] for e in entries])} if all("temperature" in e for e in entries) else {}
     return Batch(**parts, group=rows.group, context=rows.context, signals=signals)
 
 

@@ -90,7 +90,9 @@ def _estimate_error(beta1: float) -> Evidence:
     return Evidence(measured, "error at 64 < half the error at 8; never below the mean", error[64] < 0.5 * error[8] and gap >= -1e-12)
 
 
-@claim("the error of the estimated V* falls with the number of reference responses (64 against 8: by half), and V* is never below the mean reward")
+@claim(
+    "the error of the estimated V* falls with the number of reference responses (64 against 8: by half), and V* is never below the mean reward"
+)
 def estimate_converges() -> Evidence:
     return _estimate_error(BETA)
 

@@ -40,10 +40,14 @@ def _on_the_boundary(bounds: Band, kind: str) -> Evidence:
             root = brentq(lambda r, p=p: -p * np.log(r) - (1 - p) * np.log((1 - r * p) / (1 - p)) - DELTA, 1.0, (1 - 1e-12) / p, xtol=1e-13)
             worst = max(worst, abs(upper - min(root, 100.0)) / upper)
     inside = bool((bounds.upper * PROBABILITIES <= 1 + 1e-12).all())
-    return Evidence({"largest error": worst, "inside the simplex": inside}, "error below 1e-6, no probability above 1", worst < 1e-6 and inside)
+    return Evidence(
+        {"largest error": worst, "inside the simplex": inside}, "error below 1e-6, no probability above 1", worst < 1e-6 and inside
+    )
 
 
-@claim("both bounds of the band lie on the divergence's boundary (KL, TV, chi-square), agree with a root finder and never leave the simplex")
+@claim(
+    "both bounds of the band lie on the divergence's boundary (KL, TV, chi-square), agree with a root finder and never leave the simplex"
+)
 def exact_bounds() -> Evidence:
     found = {kind: _on_the_boundary(band(PROBABILITIES.log(), kind, DELTA), kind) for kind in ("kl", "tv", "chi2")}
     return Evidence({k: e.measured for k, e in found.items()}, found["kl"].expected, all(e.holds for e in found.values()))
@@ -59,10 +63,14 @@ def _room_for_rare(bounds: Any) -> Evidence:
     upper = bounds(PROBABILITIES.log()).upper
     falling = bool((upper.diff() < 0).logical_or(upper[:-1] == 100.0).all())
     room = float(bounds(torch.tensor([0.01], dtype=torch.float64).log()).upper - 1) / 0.2
-    return Evidence({"falls with p": falling, "room at 0.01 against clip 0.2": round(room, 2)}, "falls, room above 5x", falling and room > 5)
+    return Evidence(
+        {"falls with p": falling, "room at 0.01 against clip 0.2": round(room, 2)}, "falls, room above 5x", falling and room > 5
+    )
 
 
-@claim("the upper bound falls with the probability, and a token of probability 0.01 may rise more than 5 times as far as under a clip of 0.2")
+@claim(
+    "the upper bound falls with the probability, and a token of probability 0.01 may rise more than 5 times as far as under a clip of 0.2"
+)
 def wide_for_rare() -> Evidence:
     return _room_for_rare(lambda logp: band(logp, "kl", DELTA))
 
@@ -132,10 +140,15 @@ def _fixed_rounds() -> dict[str, float]:
 def _rare_token(objective: Objective) -> Evidence:
     rounds = {"band": fmean(_rounds_from_rare(objective, seed) for seed in range(3))} | _fixed_rounds()
     faster = all(rounds["band"] < 0.7 * rounds[name] for name in FIXED)
-    return Evidence({n: round(r, 1) for n, r in rounds.items()}, "rounds to success 0.9 with the band < 0.7 of either clip (3 seeds)", faster)
+    return Evidence(
+        {n: round(r, 1) for n, r in rounds.items()}, "rounds to success 0.9 with the band < 0.7 of either clip (3 seeds)", faster
+    )
 
 
-@claim("right tokens that start at probability 0.01 reach success 0.9 in less than 0.7 of the batches that a fixed clip or clip-higher needs", slow=True)
+@claim(
+    "right tokens that start at probability 0.01 reach success 0.9 in less than 0.7 of the batches that a fixed clip or clip-higher needs",
+    slow=True,
+)
 def rare_tokens_rise() -> Evidence:
     return _rare_token(BandClip(delta=DELTA))
 
@@ -184,7 +197,9 @@ def _tail_evidence(objective: Objective) -> Evidence:
     return Evidence(measured | {"ratio": [round(share, 1), round(entropy, 2)]}, expected, share > 4 and entropy > 1.4)
 
 
-@claim("the better but rare of two right tokens keeps more than 4 times the share, and entropy over them stays higher, than under fixed clips")
+@claim(
+    "the better but rare of two right tokens keeps more than 4 times the share, and entropy over them stays higher, than under fixed clips"
+)
 def tail_survives() -> Evidence:
     return _tail_evidence(BandClip(delta=DELTA))
 

@@ -35,7 +35,9 @@ class Sample:
 def _sample(seed: int) -> Sample:
     generator = torch.Generator().manual_seed(seed)
     old = -torch.rand(5, 4, generator=generator, dtype=torch.float64)
-    change = 0.15 * torch.randn(5, 4, generator=generator, dtype=torch.float64) + 0.12 * torch.randn(5, 1, generator=generator, dtype=torch.float64)
+    change = 0.15 * torch.randn(5, 4, generator=generator, dtype=torch.float64) + 0.12 * torch.randn(
+        5, 1, generator=generator, dtype=torch.float64
+    )
     mask = torch.arange(4)[None] < torch.tensor([4, 2, 3, 1, 4])[:, None]
     return Sample(old + change, old, mask)
 
@@ -106,10 +108,16 @@ def _shift(eps_traj: float | None) -> Evidence:
     measured = {"growth of R": round(growth, 4), "gradient along the shift": along, "largest gradient": round(size, 3)}
     # R grows from at least 1 - budget to at most 1 + budget, whatever the shift.
     limit = (1 + 0.05) / (1 - 0.05)
-    return Evidence(measured, f"growth at most {limit:.3f}, no gradient along the shift, some elsewhere", growth <= limit and along < 1e-12 and size > 0.1)
+    return Evidence(
+        measured,
+        f"growth at most {limit:.3f}, no gradient along the shift, some elsewhere",
+        growth <= limit and along < 1e-12 and size > 0.1,
+    )
 
 
-@claim("once a trajectory has left its budget, a common shift of its tokens changes the ratio no further and gets no gradient; relative moves still do")
+@claim(
+    "once a trajectory has left its budget, a common shift of its tokens changes the ratio no further and gets no gradient; relative moves still do"
+)
 def shift_is_gated() -> Evidence:
     return _shift(0.05)
 

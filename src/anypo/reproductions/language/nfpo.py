@@ -40,7 +40,9 @@ def _moments(seed: int, scale: float, N: int, prefix: bool, c_F: float | None) -
     old_logp, logp = token_logp(old).detach(), token_logp(new)
     scores = weight(logp, old_logp, mask, reward[:, None].expand_as(logp), N, c_F, **OPEN, prefix=prefix) * reward[:, None]
     chance = old_logp.sum(1).exp()
-    rows = [torch.autograd.grad((scores[i] * logp[i]).sum(), new.logits, retain_graph=True)[0].flatten() for i in reward.nonzero().flatten()]
+    rows = [
+        torch.autograd.grad((scores[i] * logp[i]).sum(), new.logits, retain_graph=True)[0].flatten() for i in reward.nonzero().flatten()
+    ]
     paid = chance[reward > 0]
     expected = (paid[:, None] * torch.stack(rows)).sum(0)
     exact = torch.autograd.grad((logp.sum(1).exp() * reward).sum(), new.logits)[0].flatten()
@@ -58,10 +60,15 @@ def _bias(c_F: float | None) -> Evidence:
     rising = all(b > a + 0.002 for curve in found.values() for a, b in zip(curve, curve[1:], strict=False))
     exact = all(curve[-1] > 1 - 1e-9 for name, curve in found.items() if name.endswith("True"))
     measured = {name: [round(c, 3) for c in curve] for name, curve in found.items()}
-    return Evidence(measured, "cosine to the exact gradient rises at every N (by > 0.002), and is 1 at N=T with the prefix", rising and exact)
+    return Evidence(
+        measured, "cosine to the exact gradient rises at every N (by > 0.002), and is 1 at N=T with the prefix", rising and exact
+    )
 
 
-@claim("the expected gradient comes closer to the exact policy gradient with every step of the trace, and equals it at N=T with the prefix", slow=True)
+@claim(
+    "the expected gradient comes closer to the exact policy gradient with every step of the trace, and equals it at N=T with the prefix",
+    slow=True,
+)
 def less_bias() -> Evidence:
     return _bias(None)
 
@@ -73,7 +80,9 @@ def less_bias_without_trace() -> Evidence:
 
 def _variance(c_F: float | None) -> Evidence:
     curve = _over_seeds(1.0, False, c_F, 1)
-    return Evidence([round(v, 4) for v in curve], "grows by more than 2% at every N", all(b > 1.02 * a for a, b in zip(curve, curve[1:], strict=False)))
+    return Evidence(
+        [round(v, 4) for v in curve], "grows by more than 2% at every N", all(b > 1.02 * a for a, b in zip(curve, curve[1:], strict=False))
+    )
 
 
 @claim("the variance of the gradient estimate grows with every step of the trace")

@@ -21,7 +21,7 @@ from anypo.seams.objective import ClippedSurrogate, clipped
 from anypo.seams.regression import regression_error
 
 BETA = 0.5
-Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # (log-ratio to mu, optimal advantage, chance of the answer in the data), [P,K] each -> scalar
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # (log-ratio to mu, optimal advantage, chance in the data), [P,K] each -> scalar
 
 
 def _fit(mu: Tensor, advantage: Tensor, data: Tensor, loss: Loss) -> Tensor:
@@ -92,13 +92,18 @@ def _grpo_with_lag() -> float:
 
 
 def _lag(method: Method, step: float) -> Evidence:
-    # 800 steps, not 2000: GRPO gains about a factor 1.7 at each renewal of the generator, so after five renewals it has caught up to 0.91. A step of 8 a prompt
-    # also lets GRPO leap past its own clip (0.98).
+    # 800 steps, not 2000: GRPO gains about a factor 1.7 at each renewal of the generator, so after five of them it has caught up to 0.91. A step
+    # of 8 a prompt also lets GRPO leap past its own clip (0.98).
     ours, grpo = fmean(_lagged_success(method, step, seed) for seed in (0, 1)), _grpo_with_lag()
-    return Evidence({"oapl": round(ours, 3), "grpo": round(grpo, 3)}, "above 0.8 and above GRPO by 0.2 (2 seeds)", ours > 0.8 and ours > grpo + 0.2)
+    return Evidence(
+        {"oapl": round(ours, 3), "grpo": round(grpo, 3)}, "above 0.8 and above GRPO by 0.2 (2 seeds)", ours > 0.8 and ours > grpo + 0.2
+    )
 
 
-@claim("with a generator that lags 400 optimizer steps OAPL solves the bandit within two renewals, while clipped importance weights stall", slow=True)
+@claim(
+    "with a generator that lags 400 optimizer steps OAPL solves the bandit within two renewals, while clipped importance weights stall",
+    slow=True,
+)
 def robust_to_lag() -> Evidence:
     return _lag(OAPL, 2.5)
 
@@ -142,10 +147,15 @@ def _pass_at_k(method: Method, step: float) -> Evidence:
     measured = {name: {"success": round(s, 3), "entropy": round(e, 3)} for name, (s, e) in found.items()}
     success, entropy = found["oapl"]
     higher = all(entropy > other + 0.1 for name, (_, other) in found.items() if name != "oapl")
-    return Evidence(measured, "success at least 0.95, entropy higher by > 0.1 than GRPO's, on-policy and lagged (2 seeds)", success >= 0.95 and higher)
+    return Evidence(
+        measured, "success at least 0.95, entropy higher by > 0.1 than GRPO's, on-policy and lagged (2 seeds)", success >= 0.95 and higher
+    )
 
 
-@claim("where four answers are right, OAPL (regression solved between renewals) ends with more entropy over them than GRPO, on-policy or lagged", slow=True)
+@claim(
+    "where four answers are right, OAPL (regression solved between renewals) ends with more entropy over them than GRPO, on-policy or lagged",
+    slow=True,
+)
 def keeps_right_answers() -> Evidence:
     return _pass_at_k(OAPL, 25.0)
 

@@ -134,10 +134,14 @@ def _learning(change: bool) -> Evidence:
         found[f"eta {eta:g}"] = fmean(_learned(method, seed) for seed in SEEDS)
     worst = min(found.values())
     measured = {k: round(v, 3) for k, v in (found | {"ppo": ppo}).items()}
-    return Evidence(measured, "above 0.93 and within 0.03 of PPO-clip for eta 1, 2, 5 (mean of 3 seeds)", worst > 0.93 and worst > ppo - 0.03)
+    return Evidence(
+        measured, "above 0.93 and within 0.03 of PPO-clip for eta 1, 2, 5 (mean of 3 seeds)", worst > 0.93 and worst > ppo - 0.03
+    )
 
 
-@claim("with 2 answers a prompt REBEL earns more than 0.93 of the best arm and comes within 0.03 of PPO-clip, for eta 1, 2 and 5", slow=True)
+@claim(
+    "with 2 answers a prompt REBEL earns more than 0.93 of the best arm and comes within 0.03 of PPO-clip, for eta 1, 2 and 5", slow=True
+)
 def learns_like_ppo() -> Evidence:
     return _learning(False)
 
@@ -172,7 +176,11 @@ def _cycle(comparator: Callable[[Batch, Tensor, Tensor], Tensor]) -> Evidence:
         averages.append(float((seen.mean(0) - 1 / 3).abs().sum(-1).mean() / 2))
         iterates.append(float((seen - 1 / 3).abs().sum(-1).mean() / 2))
     measured = {"average": round(fmean(averages), 3), "iterates": round(fmean(iterates), 3)}
-    return Evidence(measured, "average within 0.12 of uniform while the iterates stay twice as far or more", fmean(averages) < min(0.12, fmean(iterates) / 2))
+    return Evidence(
+        measured,
+        "average within 0.12 of uniform while the iterates stay twice as far or more",
+        fmean(averages) < min(0.12, fmean(iterates) / 2),
+    )
 
 
 @claim("under the intransitive preference of rock-paper-scissors the time-averaged policy approaches the uniform equilibrium", slow=True)

@@ -9,8 +9,8 @@ check that gives the reward.
 
 Rows are filled with examples one after another (`<bos>prompt completion<eos><bos>...`), so nothing is padding. In the textbook stage an
 example sees only itself; in the second stage it sees the row before it as well, so that the model can be used at every position of a
-row. The hidden matrices are trained by Muon (as in torch.optim), the rest by AdamW: several times fewer steps than AdamW alone. Six
-minutes of one core, about a thousand steps, made the shipped model.
+row. The hidden matrices are trained by Muon (as in torch.optim), the rest by AdamW. Six minutes of one core, about a thousand steps,
+made the shipped model.
 
 Left out: mixed precision, several processes, resuming, and a fixed number of steps: two runs of equal minutes are alike, not the same.
 """
@@ -171,7 +171,7 @@ def pretrain(out: Path, minutes: float, seed: int = 0, rows: int = 16, length: i
         if step % 100 == 0:
             print(f"step {step}  {share:4.0%}  loss {smooth:.3f}", flush=True)
     model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
+    tokenizer.save_pretrained(out, save_jinja_files=False)
     print(json.dumps({name: accuracy(model, tokenizer, name) for name in PROBLEMS}))
 
 

@@ -89,7 +89,8 @@ class GruPolicy(Policy):
         return states.gather(1, where[..., None].expand(-1, -1, states.shape[-1]))
 
     def evaluate(self, batch: Batch, needs: Set[str]) -> Signals:
-        """Signals [N,T], `logits` [N,T,V], `hidden` [N,T,D] (the state after reading each action) and `prompt_hidden` [N,D] (after the prompt).
+        """Signals [N,T], `logits` [N,T,V], `hidden` [N,T,D] (the state after reading each action) and, with it, `prompt_hidden` [N,D] (after the
+        prompt).
 
         `value` belongs to the state before the action. `logp`, `entropy` and `logits` are those of the tempered policy where the batch carries
         the signal `temperature` [N].
@@ -115,7 +116,7 @@ class GruPolicy(Policy):
             signals["value"] = self.value_head(before)[..., 0]
         if "hidden" in needs:
             signals["hidden"] = states[:, 1:]
-        if "prompt_hidden" in needs:
+        if needs & {"hidden", "prompt_hidden"}:
             signals["prompt_hidden"] = states[:, 0]
         return signals
 

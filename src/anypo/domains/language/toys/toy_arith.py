@@ -43,7 +43,7 @@ class ToyArith:
     """
 
     name = "toy_arith"
-    objectives = ("reward",)
+    objectives: tuple[str, ...] = ("reward",)
 
     def __init__(
         self,
