@@ -9,7 +9,7 @@ OUT ?= runs/demo
 
 demo: $(VENV)/.installed
 	rm -rf $(OUT)
-	$(BIN)/anypo train grpo --task arithmetic --model builtin --steps 60 --evaluate-every 10 --out $(OUT)
+	$(BIN)/anypo train grpo --task arithmetic --model builtin --steps 100 --set select.prompts=32 --evaluate-every 10 --out $(OUT)
 	@echo "open $(OUT)/report.html"
 
 test: $(VENV)/.installed-test

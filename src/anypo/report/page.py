@@ -30,7 +30,7 @@ from anypo.report.parts import (
 )
 from anypo.report.store import Record, columns, flatten, read, read_json, write_json_atomic
 
-RATES = ("pass@", "maj@", "accuracy", "success", "solved")  # names of shares, shown as percentages when they lie in [0, 1]
+RATES = ("pass@", "maj@", "accuracy", "success", "solved", "finished")  # names of shares, shown as percentages when they lie in [0, 1]
 # Metrics with these words in their names are drawn large, in this order; the rest go in a table.
 CHARTS = ("reward", *RATES, "loss", "kl", "entropy", "length", "tokens_per_second")
 
@@ -172,7 +172,7 @@ def _charts(records: list[Record]) -> str:
     names = [name for name in dict.fromkeys(n for record in records for n in flatten(record)) if name != "step"]
     series = {name: columns(records, name) for name in names}
     series = {name: pair for name, pair in series.items() if any(map(math.isfinite, pair[1]))}
-    large = sorted((name for name in series if _rank(name) < len(CHARTS)), key=_rank)
+    large = sorted((name for name, (_, values) in series.items() if _rank(name) < len(CHARTS) and len(set(values)) > 1), key=_rank)
     figures = "".join(f"<figure>{plots.curve(*series[name], 'step', name)}</figure>" for name in large)
     rows = "".join(_metric_row(name, values) for name, (_, values) in series.items() if name not in large)
     head = (
@@ -184,6 +184,8 @@ def _charts(records: list[Record]) -> str:
 
 def _rank(name: str) -> int:
     """Place of a metric among the large charts; len(CHARTS) when it is not one of them."""
+    if name.startswith("time."):
+        return len(CHARTS)
     last = name.split(".")[-1]
     if last in CHARTS:
         return CHARTS.index(last)

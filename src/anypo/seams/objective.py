@@ -98,8 +98,11 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, mask: Tensor, kind: str = "k3") 
 def ratio_metrics(ratio: Tensor, low: float | Tensor, high: float | Tensor, mask: Tensor) -> dict[str, float]:
     """Numbers for the log: how many ratios left the band, and the estimated KL from the old policy to the new."""
     with torch.no_grad():
-        left = ((ratio < low) | (ratio > high)).to(ratio.dtype)
-        return {"clip_fraction": float(masked_mean(left, mask)), "approx_kl": float(masked_mean(ratio - 1 - ratio.log(), mask))}
+        inside = ratio.detach().flatten() if whole(mask) else ratio.detach()[mask.bool()]
+        bounds = [b.expand_as(ratio)[mask.bool()] if isinstance(b, Tensor) else b for b in (low, high)]
+        count = max(len(inside), 1)
+        left = torch.count_nonzero((inside < bounds[0]) | (inside > bounds[1]))
+        return {"clip_fraction": int(left) / count, "approx_kl": float((inside - 1 - inside.log()).sum()) / count}
 
 
 @dataclass

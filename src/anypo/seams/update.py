@@ -52,9 +52,11 @@ class GradientSteps:
 
     def one_step(self, part: Batch, loss_fn: MethodLoss, optimizer: torch.optim.Optimizer, run: Run) -> dict[str, float]:
         """Gradient, clip, optimizer step, zero; returns the loss, its metrics and the gradient norm."""
-        optimizer.zero_grad(set_to_none=True)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for parameter in parameters:
+            parameter.grad = None
         loss = run.backward(part, loss_fn)
-        norm = float(clip_parameters([p for g in optimizer.param_groups for p in g["params"]], self.max_grad_norm))
+        norm = float(clip_parameters(parameters, self.max_grad_norm))
         if not math.isfinite(norm):
             raise FloatingPointError("the gradient is not finite; lower the learning rate or check the reward and the objective")
         optimizer.step()
@@ -79,7 +81,10 @@ def build_optimizer(
     module, _, attribute = OPTIMIZERS[name].partition(":")
     factory: Any = getattr(importlib.import_module(module), attribute)
     base = learning_rate or policy.learning_rate
-    groups = [dict(g, lr=(role_rates or {}).get(g.get("role", ""), None) or base) for g in policy.parameter_groups() if g["params"]]
+    by_rate: dict[float, list[Tensor]] = {}  # one group for all roles that move at the same rate: fewer calls a step
+    for g in policy.parameter_groups():
+        by_rate.setdefault((role_rates or {}).get(g.get("role", ""), None) or base, []).extend(g["params"])
+    groups: list[dict[str, Any]] = [{"params": parameters, "lr": rate} for rate, parameters in by_rate.items() if parameters]
     options: dict[str, Any] = {"lr": base, "weight_decay": weight_decay}
     if name in ("adam", "adamw") and all(p.dtype.is_floating_point and p.device.type in ("cpu", "cuda") for g in groups for p in g["params"]):
         options["fused"] = True  # one call for all parameters; for small networks the calls are what a step costs
@@ -96,7 +101,7 @@ def clip_parameters(parameters: Iterable[Tensor], max_norm: float | None) -> Ten
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:
         return torch.zeros(())
-    norm = torch.nn.utils.get_total_norm(gradients)
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
     if max_norm is not None and float(norm) > max_norm:
         torch._foreach_mul_(gradients, max_norm / (float(norm) + 1e-6))
     return norm

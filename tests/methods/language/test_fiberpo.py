@@ -80,7 +80,7 @@ def test_residuals_sum_to_zero() -> None:
 
 
 def test_pessimistic_pulls_back_from_outside() -> None:
-    logp, old, mask, advantages = random_rows(lengths=(4, 4))
+    _, old, mask, _ = random_rows(lengths=(4, 4))
     far = (old + 1.0).requires_grad_()
     bad = torch.tensor([-1.0, -1.0], dtype=torch.float64)
     plain = torch.autograd.grad(loss(far, old, mask, bad).loss, far)[0]

@@ -6,6 +6,7 @@ Nothing is downloaded unless a hub name is given. Remote code is never run.
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 from anypo.domains.language.policy import LARGE, LanguagePolicy
 
@@ -28,6 +30,8 @@ def load_policy(model: str, *, dtype: str = "float32", **options: Any) -> Langua
     """
     if dtype not in (*DTYPES, "auto"):
         raise ValueError(f"unknown dtype '{dtype}'; use float32, bfloat16 or auto")
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
     causal_lm, tokenizer = _smollm2() if model == "smollm2" else _pretrained(model)
     size = sum(p.numel() for p in causal_lm.parameters())
     chosen = DTYPES[dtype] if dtype != "auto" else torch.bfloat16 if size > LARGE and has_native_bfloat16() else torch.float32

@@ -63,16 +63,19 @@ def max_variance(reward: Float[Tensor, " C"], k: int) -> list[int]:
     """
     if k == 0:
         return []
-    lowest = reward.argsort(stable=True)  # equal rewards: older first, at both ends
-    highest = reward.argsort(descending=True, stable=True)
-    best: tuple[float, float, list[int]] | None = None
-    for low in range(k + 1):
-        values = torch.cat([reward[lowest[:low]], reward[highest[: k - low]]])
-        found = (float(values.var(correction=0)), float(values.sum()), earliest(reward, values))
-        if best is None or _better(found, best):
-            best = found
-    assert best is not None
-    return best[2]
+    ordered, count = reward.sort().values, len(reward)
+    low = torch.arange(k + 1)  # how many of the smallest; the rest are the largest
+
+    def totals(values: Tensor) -> Tensor:
+        reach = torch.cat([values.new_zeros(1), values.cumsum(0)])
+        return reach[low] + reach[-1] - reach[count - k + low]
+
+    total = totals(ordered)
+    variance = totals((ordered - ordered.mean()) ** 2) / k - (totals(ordered - ordered.mean()) / k) ** 2
+    best = variance >= variance.max() - TIE
+    best &= total >= total[best].max() - TIE
+    subsets = [torch.cat([ordered[:i], ordered[count - k + i :]]) for i in best.nonzero().flatten().tolist()]
+    return min(earliest(reward, values) for values in subsets)
 
 
 def earliest(reward: Float[Tensor, " C"], values: Float[Tensor, " k"]) -> list[int]:
@@ -80,13 +83,6 @@ def earliest(reward: Float[Tensor, " C"], values: Float[Tensor, " k"]) -> list[i
     present, counts = torch.unique(values, return_counts=True)
     chosen = [(reward == value).nonzero().flatten()[:count] for value, count in zip(present, counts.tolist(), strict=True)]
     return torch.cat(chosen).sort().values.tolist()
-
-
-def _better(found: tuple[float, float, list[int]], best: tuple[float, float, list[int]]) -> bool:
-    for new, old in zip(found[:2], best[:2], strict=True):
-        if abs(new - old) > TIE:
-            return new > old
-    return found[2] < best[2]
 
 
 def advantages(

@@ -124,7 +124,7 @@ def steps_of(batch: Batch, mask: Bool[Tensor, "N T"]) -> Steps:
     pairs, number = torch.unique(torch.stack([row, segment[row, place]], dim=1), dim=0, return_inverse=True)
     index = torch.full(mask.shape, -1)
     index[row, place] = number
-    traj = pairs[:, 0]
+    traj = pairs[:, 0].contiguous()
     before = torch.searchsorted(traj, traj)  # rows come in order, so this is where each row's first step is
     fresh = torch.ones_like(number, dtype=torch.bool)
     fresh[1:] = number[1:] != number[:-1]

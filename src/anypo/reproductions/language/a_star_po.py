@@ -51,7 +51,11 @@ def _recovery(objective: Objective) -> Evidence:
     distance, shortfall = 0.0, 0.0
     for seed in SEEDS:
         table = torch.rand(8, 9, generator=torch.Generator().manual_seed(seed + 50), dtype=torch.float64)
-        task = TokenBandit(8, 3, 2, seed=seed, reward=lambda p, a, m, table=table: table[p, 3 * a[:, 0] + a[:, 1]])
+
+        def reward(prompt: Tensor, action: Tensor, mask: Tensor, table: Tensor = table) -> Tensor:
+            return table[prompt, 3 * action[:, 0] + action[:, 1]]
+
+        task = TokenBandit(8, 3, 2, seed=seed, reward=reward)
         policy = task.policy(autoregressive=True, scale=0.5, seed=seed)
         strings = policy.all_strings()
         reference = _chances(policy, strings)

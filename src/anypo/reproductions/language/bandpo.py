@@ -146,7 +146,7 @@ def _rare_token(objective: Objective) -> Evidence:
 
 
 @claim(
-    "right tokens that start at probability 0.01 reach success 0.9 in less than 0.7 of the batches that a fixed clip or clip-higher needs",
+    "right tokens that start at probability 0.01 reach success 0.9 in less than 0.7 of the batches of a fixed clip or clip-higher",
     slow=True,
 )
 def rare_tokens_rise() -> Evidence:

@@ -110,14 +110,12 @@ def _shift(eps_traj: float | None) -> Evidence:
     limit = (1 + 0.05) / (1 - 0.05)
     return Evidence(
         measured,
-        f"growth at most {limit:.3f}, no gradient along the shift, some elsewhere",
+        f"growth at most {limit:.3f}, no gradient along it, some across",
         growth <= limit and along < 1e-12 and size > 0.1,
     )
 
 
-@claim(
-    "once a trajectory has left its budget, a common shift of its tokens changes the ratio no further and gets no gradient; relative moves still do"
-)
+@claim("outside its trajectory's budget a common shift of the tokens changes the ratio no further and gets no gradient; relative moves do")
 def shift_is_gated() -> Evidence:
     return _shift(0.05)
 

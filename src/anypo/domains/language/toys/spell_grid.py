@@ -1,8 +1,9 @@
 """spell_grid: an agent walks a 5x5 grid by spelling its moves, in words of one to six characters that mean the same.
 
-A word is any number of fillers and then the letter of a direction, which ends it, so every move has six synonyms of different length. Reward 1
-for reaching the far corner within twelve moves. A row of the batch is a walk, its words written one after another; `segment` counts the moves. As
-positions and words are few, success and the mean word length are found exactly. Left out: any observation but the position.
+A word is the letter of a direction, up to five fillers and a space, so every move has six synonyms of different length; the direction comes first,
+so that short and long words are equally easy to get right. Reward 1 for reaching the far corner within twelve moves. A row of the batch is a walk,
+its words written one after another; `segment` counts the moves. As positions and words are few, success and the mean word length are found exactly.
+Left out: any observation but the position.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from anypo.batch import Batch
@@ -21,8 +22,9 @@ from anypo.run import Run
 from anypo.task import Prompt
 
 SIDE, GOAL = 5, 24
-LETTERS = 6  # the longest word
-FILLER = 4  # symbols 0-3 are the directions
+LETTERS = 6  # the longest word, without its space
+FILLER, SPACE = 4, 5  # symbols 0-3 are the directions
+PLACES = LETTERS + 1
 FILLER_SHARE = 0.6  # probability of one more filler at the start: mean word length 2.4
 
 
@@ -36,13 +38,22 @@ def _destinations() -> Int[Tensor, "cells 4"]:
     return table
 
 
-DESTINATION = _destinations()
+def _spelling() -> Bool[Tensor, "places symbols"]:
+    """What may be written at each place of a word: a direction, then fillers or the space, at last the space."""
+    allowed = torch.zeros(PLACES, SPACE + 1, dtype=torch.bool)
+    allowed[0, :FILLER] = True
+    allowed[1:, SPACE] = True
+    allowed[1:-1, FILLER] = True
+    return allowed
+
+
+DESTINATION, SPELLING = _destinations(), _spelling()
 
 
 class SpellPolicy(Policy):
-    """A GRU over the characters of a word, begun from the position, and a small critic over position, characters so far and moves so far.
+    """A GRU over the characters of a word, begun from the position, and a small critic over position, word so far and moves so far.
 
-    `batch.context` is [N,T,3]: position, place in the word and move number of every character.
+    `batch.context` is [N,T,4]: position, direction of the word (0 before it is written), place in the word and move number of every character.
     """
 
     provides = frozenset({"logp", "entropy", "value"})
@@ -53,39 +64,40 @@ class SpellPolicy(Policy):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.position = nn.Embedding(SIDE * SIDE, hidden)
-            self.character = nn.Embedding(2, hidden)  # nothing yet, a filler: a direction ends the word
+            self.character = nn.Embedding(SPACE + 1, hidden)  # the space before a word is read first
             self.gru = nn.GRU(hidden, hidden, batch_first=True)
-            self.output = nn.Linear(hidden, FILLER + 1)
-            self.critic = nn.Sequential(nn.Linear(SIDE * SIDE + LETTERS + 1, hidden), nn.Tanh(), nn.Linear(hidden, 1))
+            self.output = nn.Linear(hidden, SPACE + 1)
+            self.critic = nn.Sequential(nn.Linear(SIDE * SIDE + FILLER + PLACES + 1, hidden), nn.Tanh(), nn.Linear(hidden, 1))
         for layer in (self.output, self.critic[2]):
             nn.init.zeros_(layer.weight)
             nn.init.zeros_(layer.bias)
         with torch.no_grad():
-            self.output.bias[FILLER] = np.log(4 * FILLER_SHARE / (1 - FILLER_SHARE))
+            self.output.bias[FILLER] = np.log(FILLER_SHARE / (1 - FILLER_SHARE))
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         trunk = [p for name, p in self.named_parameters() if not name.startswith("critic")]
         return [{"params": trunk, "role": "policy"}, {"params": list(self.critic.parameters()), "role": "value"}]
 
-    def log_probs(self) -> Float[Tensor, "cells letters symbols"]:
-        """Of every character at every position and place in a word; the last place has no room for a filler."""
-        cells = SIDE * SIDE
-        read = self.character((torch.arange(LETTERS) > 0).long())[None].expand(cells, -1, -1)
-        logits = self.output(self.gru(read, self.position.weight[None])[0])
-        full = torch.zeros(LETTERS, FILLER + 1, dtype=torch.bool)
-        full[-1, FILLER] = True
-        return logits.masked_fill(full, -1e9).log_softmax(-1)
+    def log_probs(self) -> Float[Tensor, "cells directions places symbols"]:
+        """Of every character at every position, direction written and place in the word."""
+        read = torch.full((FILLER, PLACES), FILLER)
+        read[:, 0], read[:, 1] = SPACE, torch.arange(FILLER)
+        begun = self.position.weight.repeat_interleave(FILLER, dim=0)[None]
+        states = self.gru(self.character(read).repeat(SIDE * SIDE, 1, 1), begun)[0]
+        logits = self.output(states).masked_fill(~SPELLING, -1e9)
+        return logits.log_softmax(-1).view(SIDE * SIDE, FILLER, PLACES, SPACE + 1)
 
     def evaluate(self, batch: Batch, needs: Set[str]) -> Signals:
-        cell, place, move = batch.context.unbind(-1)
+        cell, direction, place, move = batch.context.unbind(-1)
         signals = Signals()
         if needs & {"logp", "entropy"}:
-            log_probs = self.log_probs()[cell, place]
+            log_probs = self.log_probs()[cell, direction, place]
             logp = log_probs.gather(-1, batch.action[..., None])[..., 0]
             signals["logp"] = torch.where(batch.mask, logp, torch.zeros_like(logp))
             signals["entropy"] = -(log_probs.exp() * log_probs).sum(-1)
         if "value" in needs:
-            seen = [nn.functional.one_hot(cell, SIDE * SIDE), nn.functional.one_hot(place, LETTERS), move[..., None] / 10]
+            written = nn.functional.one_hot(direction, FILLER) * (place > 0)[..., None]
+            seen = [nn.functional.one_hot(cell, SIDE * SIDE), written, nn.functional.one_hot(place, PLACES), move[..., None] / 10]
             signals["value"] = self.critic(torch.cat(seen, dim=-1))[..., 0]
         return signals
 
@@ -105,24 +117,25 @@ class SpellGrid:
         policy = cast(SpellPolicy, run.policy)
         group = torch.tensor([i for i, p in enumerate(prompts) for _ in range(p.samples)])
         cell = torch.tensor([p.content for p in prompts])[group]
-        place, move = torch.zeros_like(cell), torch.zeros_like(cell)
+        direction, place, move = (torch.zeros_like(cell) for _ in range(3))
         probabilities, written = policy.log_probs().exp(), []
-        for _ in range(LETTERS * self.horizon):
+        for _ in range(PLACES * self.horizon):
             alive = (cell != GOAL) & (move < self.horizon)
             if not bool(alive.any()):
                 break
-            symbol = torch.multinomial(probabilities[cell, place], 1, generator=run.generator)[:, 0]
-            written.append((symbol, alive, torch.stack([cell, place, move], dim=1)))
-            ends = alive & (symbol != FILLER)
-            cell = torch.where(ends, DESTINATION[cell, symbol.clamp(max=3)], cell)
-            place = torch.where(ends, 0, place + (alive & (symbol == FILLER)).long())
+            symbol = torch.multinomial(probabilities[cell, direction, place], 1, generator=run.generator)[:, 0]
+            written.append((symbol, alive, torch.stack([cell, direction, place, move], dim=1)))
+            ends = alive & (symbol == SPACE)
+            cell = torch.where(ends, DESTINATION[cell, direction], cell)
+            direction = torch.where(ends, 0, torch.where(alive & (place == 0), symbol, direction))
+            place = torch.where(ends, 0, place + alive.long())
             move = move + ends.long()
         action, mask, context = (torch.stack(part, dim=1) for part in zip(*written, strict=True))
         last = mask & ~torch.cat([mask[:, 1:], torch.zeros_like(mask[:, :1])], dim=1)
         batch = Batch(
-            action=action, mask=mask, logp=torch.zeros(mask.shape), group=group, context=context.clamp(max=torch.tensor([GOAL, LETTERS - 1, self.horizon])),
-            segment=context[..., 2], terminated=torch.ones(len(group), dtype=torch.bool), truncated=torch.zeros(len(group), dtype=torch.bool),
-            reward=None, version=torch.full((len(group),), run.version),
+            action=action, mask=mask, logp=torch.zeros(mask.shape), group=group, context=context,
+            segment=context[..., 3], terminated=torch.ones(len(group), dtype=torch.bool), truncated=torch.zeros(len(group), dtype=torch.bool),
+            version=torch.full((len(group),), run.version),
             signals={"prompt_id": torch.tensor([p.id for p in prompts])[group], "goal_reward": (last & (cell == GOAL)[:, None]).float()},
         )  # fmt: skip
         batch.logp = policy.evaluate(batch, {"logp"}).logp.detach()
@@ -135,17 +148,16 @@ class SpellGrid:
     @torch.no_grad()
     def expected_success(self, policy: SpellPolicy) -> float:
         """Exact probability of reaching the goal, mean over the starts."""
-        probabilities = policy.log_probs().exp().double()
-        reached = torch.cat([torch.ones(SIDE * SIDE, 1).double(), probabilities[:, :-1, FILLER]], dim=1).cumprod(1)
-        direction = (reached[..., None] * probabilities[..., :FILLER]).sum(1)
-        step = torch.zeros(SIDE * SIDE, SIDE * SIDE).double().scatter_add_(1, DESTINATION, direction)
+        step = torch.zeros(SIDE * SIDE, SIDE * SIDE).double()
+        step.scatter_add_(1, DESTINATION, policy.log_probs()[:, 0, 0, :FILLER].exp().double())
         return float(torch.linalg.matrix_power(step, self.horizon)[:GOAL, GOAL].mean())
 
     @torch.no_grad()
     def mean_word(self, policy: SpellPolicy) -> float:
-        """Exact mean length of a word, over the cells other than the goal."""
-        going_on = policy.log_probs().exp()[:GOAL, :-1, FILLER]
-        return float(1 + going_on.cumprod(1).sum(1).mean())
+        """Exact mean number of letters of a word, over the cells other than the goal."""
+        probabilities = policy.log_probs()[:GOAL].exp()
+        letters = 1 + probabilities[:, :, 1:-1, FILLER].cumprod(-1).sum(-1)
+        return float((probabilities[:, 0, 0, :FILLER] * letters).sum(1).mean())
 
     def evaluate(self, run: Run) -> dict[str, float]:
         policy = cast(SpellPolicy, run.policy)
