@@ -79,3 +79,26 @@ def assert_resumes(method: Method, folder: Path, **task: Any) -> None:
     halves = trained(method, 4, out=folder / "halves", **task)
     assert torch.equal(whole.policy.logits, halves.policy.logits)
     assert [r["reward"] for r in whole.history] == [r["reward"] for r in halves.history]
+
+
+def trained_on_cartpole(method: Method, steps: int, seed: int = 0, out: Path | None = None) -> Run:
+    """A run of `steps` on four CartPoles, 32 actions each a step; with `out` it checkpoints every 2 steps and continues what it finds there."""
+    from anypo.domains.control.setup import build
+
+    policy, task = build("CartPole-v1", None, seed=seed, envs=4, horizon=32, hidden=(16, 16))
+    run = Run(method, policy, task, steps=steps, seed=seed, out=out, checkpoint_every=2)
+    if out is not None:
+        run.resume()
+    return train(run)
+
+
+def assert_resumes_on_cartpole(method: Method, folder: Path) -> None:
+    """Four steps equal two steps, a checkpoint, and two more; the numbers are finite and the policy moved."""
+    whole = trained_on_cartpole(method, 4, out=folder / "whole")
+    trained_on_cartpole(method, 2, out=folder / "halves")
+    halves = trained_on_cartpole(method, 4, out=folder / "halves")
+    start = trained_on_cartpole(method, 0)
+    assert not torch.equal(next(whole.policy.parameters()), next(start.policy.parameters()))
+    for mine, theirs in zip(whole.policy.parameters(), halves.policy.parameters(), strict=True):
+        assert torch.isfinite(mine).all() and torch.equal(mine, theirs)
+    assert [r["reward"] for r in whole.history] == [r["reward"] for r in halves.history]

@@ -257,12 +257,9 @@ def _progress(total: int, quiet: bool, unit: str = "steps") -> Any:
 
 def _shower(bars: Any, bar: Any) -> Callable[[dict[str, Any]], None]:
     def show_record(record: dict[str, Any]) -> None:
-        seconds = sum(record.get("time", {}).values())
         parts = [f"{name} {record[name]:.3g}" for name in ("reward", "kl", "entropy") if isinstance(record.get(name), int | float)]
-        done = show_record.actions if hasattr(show_record, "actions") else 0
-        if seconds and "actions" in record:
-            parts.append(f"{(record['actions'] - done) / seconds:,.0f} tokens/s")
-            show_record.actions = record["actions"]  # type: ignore[attr-defined]
+        if "tokens_per_second" in record.get("time", {}):
+            parts.append(f"{record['time']['tokens_per_second']:,.0f} tokens/s")
         bars.update(bar, advance=1, numbers="  ".join(parts))
 
     return show_record

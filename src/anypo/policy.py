@@ -11,9 +11,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from anypo.batch import Batch
@@ -42,6 +43,18 @@ class Loss:
 
 
 LossFunction = Callable[[Batch, Signals], Loss]
+
+
+class Gradient(NamedTuple):
+    """A loss with its gradient in closed form: what a component's optional `gradient(batch, arrays, run)` returns, where it knows one.
+
+    Autograd costs more than the arithmetic when a minibatch holds a few hundred numbers. A component that has `gradient` is asked only for
+    minibatches on the CPU in which every action counts; it returns None for settings that only autograd covers.
+    """
+
+    value: float
+    signals: dict[str, NDArray]  # by signal: d value / d signal, in the signal's shape
+    metrics: dict[str, float]
 
 
 class MissingSignal(ValueError):

@@ -14,13 +14,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from anypo import checkpoint
 from anypo.batch import Batch
 from anypo.method import Method
-from anypo.policy import Loss, Policy, Signals
+from anypo.policy import Gradient, Loss, Policy, Signals
 from anypo.report.store import MetricsStore
+from anypo.seams.groups import whole
 from anypo.task import Prompt, Task
 
 
@@ -33,12 +35,34 @@ class MethodLoss:
         self.parts = parts
         declared = frozenset(n for part in parts for n in getattr(part, "needs", ()))
         self.needs = frozenset(n for n in declared if not n.startswith(("old_", "ref_")))
+        self.has_gradient = all(_knows_gradient(part) for part in parts)
+
+    def gradient(self, batch: Batch, new: dict[str, NDArray]) -> Gradient | None:
+        """The same loss with its gradient in the signals (arrays of [N,T] signals), when every part knows it in closed form; else None."""
+        if not self.has_gradient or not whole(batch.counted):
+            return None
+        value, signals, metrics = 0.0, dict[str, NDArray](), dict[str, float]()
+        for part in self.parts:
+            found = part.gradient(batch, new, self.run)  # type: ignore[attr-defined]
+            if found is None:
+                return None
+            value += found.value
+            metrics |= found.metrics
+            for name, gradient in found.signals.items():
+                signals[name] = signals[name] + gradient if name in signals else gradient
+        return Gradient(value, signals, metrics)
 
     def __call__(self, batch: Batch, new: Signals) -> Loss:
         total = self.parts[0](batch, new, self.run)
         for part in self.parts[1:]:
             total = total + part(batch, new, self.run)
         return total
+
+
+def _knows_gradient(part: Any) -> bool:
+    """Whether a component's closed-form gradient belongs to its loss; one that overrides the loss alone has lost it."""
+    owner = next((c for c in type(part).__mro__ if "__call__" in vars(c)), object)
+    return "gradient" in vars(owner)
 
 
 class Run:
@@ -67,6 +91,7 @@ class Run:
         self._pending_optimizer_state: dict[str, Any] | None = None
         self._logged: dict[str, float] = {}
         self._timings: dict[str, float] = {}
+        self._actions_before = 0
         self._stage = -1
         self.store = MetricsStore(out / "metrics.jsonl") if out is not None else None
         self._start_stage()
@@ -226,8 +251,10 @@ class Run:
         if batch.objectives and batch.reward is not None:
             record |= {f"reward/{name}": float(batch.reward[:, k].double().mean()) for k, name in enumerate(batch.objectives)}
         record |= {"actions": self.actions, "length": float(batch.lengths.double().mean())} | metrics | self._logged
-        record["time"] = {name: round(seconds, 6) for name, seconds in self._timings.items()}
-        self._logged, self._timings = {}, {}
+        seconds = sum(self._timings.values())
+        self._timings["tokens_per_second"] = (self.actions - self._actions_before) / seconds if seconds else 0.0
+        record["time"] = {name: round(value, 6) for name, value in self._timings.items()}
+        self._logged, self._timings, self._actions_before = {}, {}, self.actions
         self.step += 1
         for listener in self.on_step:
             listener(record)
@@ -258,7 +285,7 @@ class Run:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step, self.version, self.actions = state["step"], state["version"], state["actions"]
-        self.state = state["state"]
+        self.state, self._actions_before = state["state"], state["actions"]
         self.policy.load_state_dict(state["policy"])
         for name, weights in state["policies"].items():
             self.named_policy(name).load_state_dict(weights)

@@ -51,8 +51,8 @@ class Page(HTMLParser):
 def run_folder(path, steps=50, reward_only=False, **config):
     store = MetricsStore(path / "metrics.jsonl")
     for step in range(1, steps + 1):
-        record = {"step": step, "reward": step / steps, "loss": 0.1, "kl": 0.01 * step, "entropy": None, "odd": step % 3}
-        record |= {"time": {"tokens_per_second": 2000.0 + step}} | ({"pass@1": 0.4} if step % 10 == 0 else {})
+        record = {"step": step, "reward": step / steps, "loss": 0.1 + 0.01 * step, "kl": 0.01 * step, "entropy": None, "odd": step % 3}
+        record |= {"time": {"tokens_per_second": 2000.0 + step}} | ({"pass@1": 0.4 + 0.001 * step} if step % 10 == 0 else {})
         store.append({"step": step, "reward": 0.5} if reward_only else record)
     method = {"describe": "dr_grpo: no deviation", "diff": [["credit.divide_by_std", "True", "False"]]}
     write_json_atomic(path / "config.json", {"method": "dr_grpo", "command": "anypo train dr_grpo --seed 7", "seed": 7} | method | config)

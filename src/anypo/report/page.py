@@ -184,9 +184,9 @@ def _charts(records: list[Record]) -> str:
 
 def _rank(name: str) -> int:
     """Place of a metric among the large charts; len(CHARTS) when it is not one of them."""
-    if name.startswith("time."):
-        return len(CHARTS)
     last = name.split(".")[-1]
+    if name.startswith("time.") and last != "tokens_per_second":
+        return len(CHARTS)
     if last in CHARTS:
         return CHARTS.index(last)
     words = last.replace("-", "_").split("_")

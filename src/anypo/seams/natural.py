@@ -102,7 +102,7 @@ def scale_to_radius(direction: Vector, curvature: float, delta: float) -> Vector
 
 class Search(NamedTuple):
     point: Tensor  # [P] the accepted parameters, or the start
-    index: int  # how often the step was shrunk; -1 when nothing was accepted
+    index: int  # type: ignore[assignment]  # how often the step was shrunk; -1 when nothing was accepted
 
 
 def line_search(start: Vector, step: Vector, accept: Callable[[Tensor, float], bool], shrink: float = 0.8, attempts: int = 10) -> Search:
@@ -121,7 +121,7 @@ def split_loss(loss_fn: MethodLoss) -> tuple[MethodLoss, MethodLoss | None]:
 
     def only(parts: list[object]) -> MethodLoss:
         found = copy.copy(loss_fn)
-        found.parts = tuple(parts)  # type: ignore[assignment]
+        found.parts = tuple(parts)  # type: ignore[arg-type]
         declared = {n for part in parts for n in getattr(part, "needs", ())}
         found.needs = frozenset(n for n in declared if not n.startswith(("old_", "ref_")))
         return found
@@ -137,7 +137,7 @@ class Measured(NamedTuple):
 
 
 class BatchGeometry:
-    """A batch as a function of the policy's parameter vector: the loss, the mean KL from the policy that acted, their gradients and the Fisher matrix.
+    """A batch as a function of the policy's parameter vector: the loss, the mean KL from the policy that acted, their derivatives.
 
     The policy has to provide `kl_old`, the exact KL [N,T] from the distribution that is stored in the batch.
     """

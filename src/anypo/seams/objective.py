@@ -9,12 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float
+from numpy.typing import NDArray
 from torch import Tensor
 
 from anypo.batch import Batch
-from anypo.policy import Loss, Signals
+from anypo.policy import Gradient, Loss, Signals
 from anypo.seams.groups import masked_mean, whole
 
 if TYPE_CHECKING:
@@ -125,6 +127,24 @@ class ClippedSurrogate:
         value = clipped(ratio, batch.advantage, low, high, self.dual_clip)
         loss = aggregate(-value, mask, self.aggregation, self.max_len or batch.limit)
         return Loss(loss, ratio_metrics(ratio, low, high, mask))
+
+    def gradient(self, batch: Batch, new: dict[str, NDArray], run: Run) -> Gradient | None:
+        """In closed form: -ratio * advantage / count where the ratio has not left the band on the side the advantage pushes to, else 0."""
+        if self.aggregation != "token_mean" or self.dual_clip is not None:
+            return None
+        assert batch.advantage is not None
+        advantage, count = batch.advantage.numpy(), batch.advantage.numel()
+        ratio = np.exp((new["logp"] - batch.logp.numpy()).clip(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+        low, high = 1 - self.clip_low, 1 + self.clip_high
+        above, below = ratio > high, ratio < low
+        gain = ratio * advantage
+        value = np.minimum(gain, ratio.clip(low, high) * advantage)
+        slope = np.where(np.where(advantage > 0, above, below), 0, gain / -count)
+        metrics = {
+            "clip_fraction": int(np.count_nonzero(above | below)) / count,
+            "approx_kl": float((ratio - 1 - np.log(ratio)).sum()) / count,
+        }
+        return Gradient(-float(value.sum()) / count, {"logp": slope}, metrics)
 
 
 def _like(bound: float | Tensor, ratio: Tensor) -> Tensor:

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from anypo.batch import Batch
-from anypo.policy import Loss, Signals
+from anypo.policy import Gradient, Loss, Signals
 from anypo.seams.groups import masked_mean, masked_std
 from anypo.seams.objective import aggregate, kl_estimate
 
@@ -84,3 +85,15 @@ class ValueLoss:
         spread = float(masked_std(returns, batch.counted)) ** 2
         explained = 1 - float(residual) / spread if spread > 0 else 0.0
         return Loss(self.coefficient * loss, {"value_loss": float(loss.detach()), "explained_variance": explained})
+
+    def gradient(self, batch: Batch, new: dict[str, NDArray], run: Run) -> Gradient | None:
+        """In closed form: 2 coefficient (value - return) / count, without clipping alone."""
+        if self.clip is not None:
+            return None
+        returns = batch.signal("returns").numpy()
+        error, count = new["value"] - returns, returns.size
+        loss = float((error * error).sum()) / count
+        spread = float(((returns - returns.sum() / count) ** 2).sum()) / count
+        explained = 1 - loss / spread if spread > 0 else 0.0
+        slope = 2 * self.coefficient / count * error
+        return Gradient(self.coefficient * loss, {"value": slope}, {"value_loss": loss, "explained_variance": explained})

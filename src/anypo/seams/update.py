@@ -22,6 +22,7 @@ OPTIMIZERS = {
     "adam": "torch.optim:Adam",
     "adamw": "torch.optim:AdamW",
     "rmsprop": "torch.optim:RMSprop",
+    "adam8bit": "anypo.methods.optim.adam8bit:Adam8bit",
 }
 
 

@@ -10,7 +10,8 @@ import torch
 
 from anypo import catalogue
 from anypo.batch import Batch
-from anypo.domains.control.policy import ControlPolicy, Moments
+from anypo.domains.control.perceptron import Moments
+from anypo.domains.control.policy import ControlPolicy
 from anypo.domains.control.saved import load
 from anypo.domains.control.setup import build
 from anypo.policy import Loss, Policy, Signals
@@ -73,6 +74,41 @@ def test_the_gradient_by_hand_is_that_of_autograd(name: str) -> None:
     assert gradients[0][0] == pytest.approx(gradients[1][0], abs=1e-6)
     for ours, autograd in zip(gradients[0][1], gradients[1][1], strict=True):
         torch.testing.assert_close(ours, autograd, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["CartPole-v1", "Pendulum-v1"])
+def test_the_closed_form_of_ppo_is_what_autograd_finds(name: str) -> None:
+    policy, batch, run = collected(name)
+    with torch.no_grad():  # far enough for many ratios to leave the band
+        for p in policy.parameters():
+            p.add_(0.03 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
+    batch.advantage = torch.randn(batch.mask.shape, generator=torch.Generator().manual_seed(2))
+    batch.signals["returns"] = torch.randn(batch.mask.shape, generator=torch.Generator().manual_seed(3))
+    loss_fn = run.loss_fn
+    assert loss_fn.has_gradient
+    results = []
+    for closed in (True, False):
+        loss_fn.has_gradient = closed
+        policy.zero_grad()
+        loss = policy.backward(batch, loss_fn.needs, loss_fn)
+        results.append((float(loss.value), loss.metrics, [p.grad.clone() for p in policy.parameters()]))
+    (value, metrics, ours), (theirs_value, theirs_metrics, theirs) = results
+    assert value == pytest.approx(theirs_value, rel=1e-5) and 0.1 < metrics["clip_fraction"] < 0.9
+    assert metrics == pytest.approx(theirs_metrics, rel=1e-4)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4)
+
+
+def test_a_component_that_changes_the_loss_alone_is_left_to_autograd() -> None:
+    _, _, run = collected("CartPole-v1")
+
+    class Twice(type(run.method.regularize[0])):  # type: ignore[misc]
+        def __call__(self, batch: Batch, new: Signals, run: Run) -> Loss:
+            loss = super().__call__(batch, new, run)
+            return Loss(2 * loss.value, loss.metrics)
+
+    run.method = run.method.but(regularize=Twice())
+    assert not run.loss_fn.has_gradient
 
 
 def test_the_exact_kl_is_that_of_torch() -> None:

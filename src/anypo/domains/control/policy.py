@@ -20,117 +20,12 @@ from torch import Tensor, nn
 
 from anypo.batch import Batch
 from anypo.domains.control.envs import Spaces
+from anypo.domains.control.perceptron import Moments, Network, add_gradient
 from anypo.policy import Loss, LossFunction, Policy, Signals
 
 OBSERVATION_LIMIT = 10.0  # of a normalized observation, in standard deviations
 HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
 ACTOR_SIGNALS = frozenset({"logp", "entropy", "logits", "mean", "log_std", "kl_old", "hidden"})
-
-
-class Network(nn.Module):
-    """A multilayer perceptron with orthogonal initial weights; `scale` is the gain of the last layer."""
-
-    def __init__(self, sizes: tuple[int, ...], scale: float, activation: str = "tanh") -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(i, o) for i, o in zip(sizes[:-1], sizes[1:], strict=True))
-        self.activation = {"tanh": torch.tanh, "relu": torch.relu}[activation]
-        self.array_activation: Callable[..., NDArray] = {"tanh": np.tanh, "relu": lambda x, out: np.maximum(x, 0, out=out)}[activation]
-        for layer in self.layers:
-            gain = scale if layer is self.layers[-1] else math.sqrt(2)
-            nn.init.orthogonal_(layer.weight, gain)  # type: ignore[arg-type]
-            nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
-
-    def hidden(self, x: Tensor) -> Tensor:
-        """[...,I] -> the last hidden layer [...,H]."""
-        for layer in list(self.layers)[:-1]:
-            x = self.activation(nn.functional.linear(x, layer.weight, layer.bias))  # type: ignore[arg-type]
-        return x
-
-    def forward(self, x: Tensor) -> Tensor:
-        last = self.layers[-1]
-        return nn.functional.linear(self.hidden(x), last.weight, last.bias)  # type: ignore[arg-type]
-
-    def as_arrays(self) -> Callable[[NDArray], NDArray]:
-        """The network as a NumPy function on views of the current weights (they follow in-place updates)."""
-        (*before, (last_weight, last_bias)), activation = self._views(), self.array_activation
-
-        def run(x: NDArray) -> NDArray:
-            for weight, bias in before:
-                x = x @ weight.T
-                x += bias
-                activation(x, out=x)
-            return x @ last_weight.T + last_bias
-
-        return run
-
-    def trace(self, x: NDArray) -> list[NDArray]:
-        """The input [M,I], every hidden layer and the output [M,O], for `accumulate`."""
-        layers, views = [x], self._views()
-        for weight, bias in views:
-            layers.append(layers[-1] @ weight.T)
-            layers[-1] += bias
-            if len(layers) <= len(views):
-                self.array_activation(layers[-1], out=layers[-1])
-        return layers
-
-    def accumulate(self, layers: list[NDArray], gradient: NDArray) -> None:
-        """Add to every parameter's `.grad` what the output's gradient [M,O] makes of it: backpropagation by hand, a third of autograd's cost here."""
-        for i in range(len(self.layers) - 1, -1, -1):
-            layer = self.layers[i]
-            _add_gradient(layer.weight, gradient.T @ layers[i])  # type: ignore[arg-type]
-            _add_gradient(layer.bias, gradient.sum(0))  # type: ignore[arg-type]
-            if i:
-                gradient = gradient @ layer.weight.detach().numpy()  # type: ignore[operator]
-                gradient *= (layers[i] > 0) if self.activation is torch.relu else 1 - layers[i] * layers[i]
-
-    def _views(self) -> list[tuple[NDArray, NDArray]]:
-        return [(layer.weight.detach().numpy(), layer.bias.detach().numpy()) for layer in self.layers]  # type: ignore[operator]
-
-
-def _add_gradient(parameter: nn.Parameter, gradient: NDArray) -> None:
-    found = torch.from_numpy(gradient)
-    parameter.grad = found if parameter.grad is None else parameter.grad + found
-
-
-class Moments(nn.Module):
-    """Running mean and variance of observations (parallel form of Welford's recurrence), applied only when told.
-
-    `note` keeps the moments of new observations aside; `absorb` merges them. In between, the normalization stands still.
-    """
-
-    mean: Tensor
-    variance: Tensor
-    count: Tensor
-    waiting: Tensor
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(size, dtype=torch.float64))
-        self.register_buffer("variance", torch.ones(size, dtype=torch.float64))
-        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
-        self.register_buffer("waiting", torch.zeros(3, size, dtype=torch.float64))  # rows: count, mean, variance
-
-    def note(self, observations: NDArray) -> None:
-        """Remember the moments of observations [M,O] until the next `absorb`."""
-        flat = torch.from_numpy(np.asarray(observations, dtype=np.float64))
-        if len(flat):
-            self.waiting.copy_(torch.stack([torch.full_like(self.mean, len(flat)), flat.mean(0), flat.var(0, correction=0)]))
-
-    def absorb(self) -> None:
-        count, mean, variance = self.waiting
-        if count[0] == 0:
-            return
-        total = self.count + count[0]
-        shift = mean - self.mean
-        spread = self.variance * self.count + variance * count + shift**2 * self.count * count / total
-        self.mean += shift * count / total
-        self.variance.copy_(spread / total)
-        self.count.copy_(total)
-        self.waiting.zero_()
-
-    def scale(self) -> tuple[Tensor, Tensor]:
-        """(mean, standard deviation) in force."""
-        return self.mean, (self.variance + 1e-8).sqrt()
 
 
 class EnvironmentPolicy(Policy):
@@ -252,25 +147,62 @@ class ControlPolicy(EnvironmentPolicy):
         return self._signals(output, value, batch, needs, signals)
 
     def backward(self, batch: Batch, needs: Set[str], loss_fn: LossFunction, recorded: Signals | None = None) -> Loss:
-        """The same gradient as by autograd; the perceptrons' share of it is found by hand in NumPy, which is what makes small steps quick."""
+        """The same gradient as by autograd. The perceptrons' share is found by hand in NumPy, and so is the loss's where its parts know their
+        gradient in closed form: calls into autograd are what small steps cost."""
         by_hand = type(self).evaluate is ControlPolicy.evaluate and "hidden" not in needs and self._trainable()
         if not by_hand or self.actor_network.layers[0].weight.device.type != "cpu":
             return super().backward(batch, needs, loss_fn, recorded)
-        observation = self.normalize(batch.context)
-        flat, shape = observation.reshape(-1, observation.shape[-1]).numpy(), batch.mask.shape
+        flat = self.normalize(batch.context).reshape(-1, self.spaces.observation_size).numpy()
         wanted = (not needs.isdisjoint(ACTOR_SIGNALS), "value" in needs)
         networks = [n for n, want in zip((self.actor_network, self.critic_network), wanted, strict=True) if want]
         traces = [network.trace(flat) for network in networks]
-        leaves = [torch.from_numpy(trace[-1]).view(*shape, -1).requires_grad_() for trace in traces]
-        found = iter(leaves)
-        output, value = (next(found) if want else None for want in wanted)
-        loss = loss_fn(batch, self._signals(output, value, batch, needs, Signals()))
+        outputs = iter([trace[-1] for trace in traces])
+        output, value = [next(outputs) if want else None for want in wanted]
+        loss = self._closed_form(output, value, batch, needs, loss_fn)
+        if loss is None:
+            loss = self._by_autograd(output, value, batch, needs, loss_fn)
+        result, gradients = loss
+        for network, trace, gradient in zip(networks, traces, gradients, strict=True):
+            if gradient is not None:
+                network.accumulate(trace, gradient)
+        return result
+
+    def _by_autograd(
+        self, output: NDArray | None, value: NDArray | None, batch: Batch, needs: Set[str], loss_fn: LossFunction
+    ) -> tuple[Loss, list[NDArray | None]]:
+        """The loss and its gradient in the networks' outputs; autograd runs from the loss to these outputs and no further."""
+        leaves = [None if x is None else torch.from_numpy(x).view(*batch.mask.shape, -1).requires_grad_() for x in (output, value)]
+        loss = loss_fn(batch, self._signals(leaves[0], leaves[1], batch, needs, Signals()))
         if loss.value.requires_grad:
             loss.value.backward()
-            for network, trace, leaf in zip(networks, traces, leaves, strict=True):
-                if leaf.grad is not None:
-                    network.accumulate(trace, leaf.grad.reshape(len(flat), -1).numpy())
-        return Loss(loss.value.detach(), loss.metrics)
+        gradients = [None if leaf.grad is None else leaf.grad.flatten(0, 1).numpy() for leaf in leaves if leaf is not None]
+        return Loss(loss.value.detach(), loss.metrics), gradients
+
+    def _closed_form(
+        self, output: NDArray | None, value: NDArray | None, batch: Batch, needs: Set[str], loss_fn: Any
+    ) -> tuple[Loss, list[NDArray | None]] | None:
+        """The same without autograd, where the loss needs no other signals than log-probs and values and knows its gradient in them; else None."""
+        if not getattr(loss_fn, "has_gradient", False) or not needs <= {"logp", "value"}:
+            return None
+        shape, arrays = batch.mask.shape, dict[str, NDArray]()
+        if output is not None:
+            action = batch.action.flatten(0, 1).numpy()
+            logp, pull = softmax_pull(output, action) if self.log_std is None else gaussian_pull(output, action, self.log_std.detach().numpy())
+            arrays["logp"] = logp.reshape(shape)
+        if value is not None:
+            arrays["value"] = value.reshape(shape)
+        found = loss_fn.gradient(batch, arrays)
+        if found is None:
+            return None
+        gradients: list[NDArray | None] = []
+        if output is not None:
+            gradient, spread = pull(found.signals["logp"].reshape(-1)) if "logp" in found.signals else (None, None)
+            gradients.append(gradient)
+            if self.log_std is not None and spread is not None:
+                add_gradient(self.log_std, spread)
+        if value is not None:
+            gradients.append(found.signals["value"].reshape(-1, 1) if "value" in found.signals else None)
+        return Loss(torch.tensor(found.value), found.metrics), gradients
 
     def _trainable(self) -> bool:
         layers = (*self.actor_network.layers, *self.critic_network.layers)
@@ -332,6 +264,36 @@ class ControlPolicy(EnvironmentPolicy):
 
     def from_environment(self, action: NDArray) -> NDArray:
         return action if self.discrete else action.astype(np.float32)
+
+
+Pull = Callable[[NDArray], tuple[NDArray, NDArray | None]]  # gradient in logp [M] -> gradients in the output [M,A or D] and in log_std [D]
+
+
+def softmax_pull(logits: NDArray, action: NDArray) -> tuple[NDArray, Pull]:
+    """Log-probs [M] of actions [M] under logits [M,A], and how a gradient in them becomes one in the logits."""
+    shifted = logits - logits.max(1, keepdims=True)
+    weight = np.exp(shifted)
+    total = weight.sum(1)
+    rows = np.arange(len(action))
+
+    def pull(gradient: NDArray) -> tuple[NDArray, None]:
+        out = weight * (-gradient / total)[:, None]
+        out[rows, action] += gradient
+        return out, None
+
+    return shifted[rows, action] - np.log(total), pull
+
+
+def gaussian_pull(mean: NDArray, action: NDArray, log_std: NDArray) -> tuple[NDArray, Pull]:
+    """Log-densities [M] of actions [M,D], and how a gradient in them becomes one in the mean and in the log standard deviation."""
+    precision = np.exp(-log_std)
+    scaled = (action - mean) * precision
+
+    def pull(gradient: NDArray) -> tuple[NDArray, NDArray]:
+        by_action = gradient[:, None]
+        return by_action * (scaled * precision), (by_action * (scaled * scaled - 1)).sum(0)
+
+    return -(0.5 * scaled * scaled + (log_std + HALF_LOG_TWO_PI)).sum(1), pull
 
 
 def gaussian_logp(action: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:

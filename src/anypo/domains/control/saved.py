@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 def kinds() -> dict[str, Any]:
     """The policy classes that can be saved and loaded, by name."""
+    from anypo.domains.control.deterministic import DeterministicActorCritic
     from anypo.domains.control.policy import ControlPolicy
     from anypo.domains.control.soft import SquashedGaussianActorCritic
 
-    return {kind.__name__: kind for kind in (ControlPolicy, SquashedGaussianActorCritic)}
+    return {kind.__name__: kind for kind in (ControlPolicy, DeterministicActorCritic, SquashedGaussianActorCritic)}
 
 
 def save(policy: EnvironmentPolicy, folder: Path) -> None:

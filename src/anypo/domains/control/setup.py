@@ -10,7 +10,7 @@ from anypo.policy import Policy
 from anypo.task import Task
 
 DEFAULT_TASK = "CartPole-v1"
-POLICY_OPTIONS = ("hidden", "normalize_observations", "initial_log_std", "initial_temperature")
+POLICY_OPTIONS = ("hidden", "normalize_observations", "initial_log_std", "initial_temperature", "exploration")
 
 
 def owns(task: str) -> bool:
@@ -49,13 +49,14 @@ def build(task: Any, model: str | None, *, needs: Set[str] = frozenset(), seed: 
 
 
 def new_policy(spaces: Any, needs: Set[str], seed: int, options: dict[str, Any]) -> Policy:
-    """A fresh policy of the kind that provides what the method needs: a soft actor-critic with twin critics, or an actor beside a critic."""
+    """A fresh policy of the kind that provides what the method needs: a soft or a deterministic actor with twin critics, or an actor beside a critic."""
+    from anypo.domains.control.deterministic import DeterministicActorCritic
     from anypo.domains.control.policy import ControlPolicy
     from anypo.domains.control.soft import SquashedGaussianActorCritic
 
     if isinstance(options.get("hidden"), int):
         options["hidden"] = (options["hidden"], options["hidden"])
-    kind: Any = SquashedGaussianActorCritic if "q_new" in needs else ControlPolicy
+    kind: Any = SquashedGaussianActorCritic if "q_new" in needs else DeterministicActorCritic if "q_actor" in needs else ControlPolicy
     try:
         return kind(spaces, seed=seed, **options)
     except TypeError as error:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from anypo.batch import Batch
 from anypo.domains.control.envs import Spaces
-from anypo.domains.control.policy import HALF_LOG_TWO_PI, EnvironmentPolicy, Moments, Network
+from anypo.domains.control.perceptron import Moments, Network
+from anypo.domains.control.policy import HALF_LOG_TWO_PI, EnvironmentPolicy
 from anypo.policy import Signals
 
 ATANH_LIMIT = 1 - 1e-6  # logged actions this close to the bounds are taken for the bound's neighbour

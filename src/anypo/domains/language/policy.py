@@ -24,7 +24,7 @@ from anypo.domains.language.sampler import Samples
 from anypo.domains.language.tree import bins, row_lengths
 from anypo.policy import Policy, Signals
 
-LARGE = 50_000_000  # parameters; a larger model has the small learning rate
+LARGE = 50_000_000  # parameters; a larger model has the small learning rate and the small token budget
 
 
 class LanguagePolicy(Policy):
@@ -48,14 +48,15 @@ class LanguagePolicy(Policy):
         hidden_layer: int | None = None,  # index into the model's hidden states (0 = embeddings); None = the last one, after the norm
         lora_rank: int | None = None,  # None trains all weights
         temperature: float = 1.0,  # > 0
-        token_budget: int = 1024,  # packed tokens in one forward and backward pass; bounds the memory of activations
+        token_budget: int | None = None,  # packed tokens in one pass, which bounds the memory; None = 512 for a large model, else 4096
         gradient_checkpointing: bool = False,
     ) -> None:
         super().__init__()
         if temperature <= 0:
             raise ValueError(f"the temperature must be positive, not {temperature}; for the likeliest tokens sample with greedy=True")
-        self.tokenizer, self.hidden_layer, self.temperature, self.token_budget = tokenizer, hidden_layer, temperature, token_budget
+        self.tokenizer, self.hidden_layer, self.temperature = tokenizer, hidden_layer, temperature
         size = sum(p.numel() for p in model.parameters())
+        self.token_budget = token_budget or (512 if size > LARGE else 4096)
         self.has_lora = lora_rank is not None
         self.model = model.eval() if lora_rank is None else _with_lora(model, lora_rank).eval()
         self.network = Network(self.causal_lm)

@@ -60,7 +60,12 @@ def target_ratio(prob: Float[Tensor, "*S A"], q_value: Float[Tensor, "*S A"], c_
 
 
 def loss(
-    logp: Float[Tensor, "N T"], old_logp: Float[Tensor, "N T"], advantages: Tensor, median_advantages: Tensor, mask: Tensor, eps: float = 0.2
+    logp: Float[Tensor, "N T"],
+    old_logp: Float[Tensor, "N T"],
+    advantages: Tensor,
+    median_advantages: Tensor,
+    mask: Tensor,
+    eps: float = 0.2,
 ) -> LossValue:
     """Equation 5: masked mean of |A| |ratio - (1 + eps sign(median advantage))|. Advantages [N] or [N,T], constants; sign(0) = 0 holds in place."""
     a, centred = (broadcast(x, mask) if x.dim() == 1 else x for x in (advantages.detach(), median_advantages.detach()))

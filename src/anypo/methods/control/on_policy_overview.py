@@ -1,10 +1,10 @@
 """On-policy family: REINFORCE, A2C, TRPO, PPO, V-MPO (arXiv:2401.13662).
 
-Five algorithms as choices of one loop. REINFORCE takes Monte-Carlo returns of whole episodes and no critic; A2C n-step advantages, a critic and an
-entropy bonus; TRPO and PPO are rows of their own; V-MPO fits the policy to the better half of the samples, weighted by exp(A / eta), with a learned
-temperature eta and a learned multiplier alpha of a KL trust region. `METHOD` is V-MPO; `ALGORITHMS` holds all five. Equations of the overview and, for
-V-MPO, of arXiv:1909.12238; the gradient of the temperature loss is [reconstructed] by differentiation. Left out: separate multipliers for a
-Gaussian's mean and covariance inside the loop, where the exact KL has one (`gaussian_kl_parts` are the two KLs).
+Five algorithms as choices of one loop. REINFORCE takes Monte-Carlo returns of whole episodes and no critic; A2C n-step advantages, a critic
+and an entropy bonus; TRPO and PPO are rows of their own; V-MPO fits the policy to the better half of the samples, weighted by exp(A / eta), with
+a learned temperature eta and a learned multiplier alpha of a KL trust region. `METHOD` is V-MPO; `ALGORITHMS` holds all five. Equations of the
+overview and, for V-MPO, of arXiv:1909.12238; the gradient of the temperature loss is [reconstructed] by differentiation. Left out: separate
+multipliers for a Gaussian's mean and covariance inside the loop, where the exact KL has one (`gaussian_kl_parts` are the two KLs).
 """
 
 from __future__ import annotations
@@ -101,10 +101,10 @@ def better_half(advantages: PerAction, mask: Tensor) -> Tensor:
 
 
 def vmpo(
-    logp: PerAction, advantages: PerAction, mask: Tensor, kl: PerAction, eta: float = 1.0, eps_eta: float = 0.01, alpha: float = 5.0,
-    eps_alpha: float = 0.01,
+    logp: PerAction, advantages: PerAction, mask: Tensor, kl: PerAction, eta: float | Tensor = 1.0, eps_eta: float = 0.01,
+    alpha: float | Tensor = 5.0, eps_alpha: float = 0.01,
 ) -> VMPOTerms:  # fmt: skip
-    """Equations 6 and 7. Differentiable in logp (policy) and kl (trust); the weights are constants. All zero without a counted action."""
+    """Equations 6 and 7. Differentiable in logp (policy), kl (trust) and the duals (their own terms); the weights are constants. All zero without a counted action."""
     half = better_half(advantages, mask)
     zero = advantages.new_zeros(())
     if not half.any():
@@ -117,7 +117,8 @@ def vmpo(
     policy = -torch.where(half, weights * logp, torch.zeros_like(logp)).sum()
     spent = torch.where(half, weights * scaled, zero).sum()  # sum psi A / eta
     measured = masked_mean(kl, mask)
-    trust = alpha * (eps_alpha - measured.detach()) + alpha * measured
+    constant = alpha.detach() if isinstance(alpha, Tensor) else alpha
+    trust = alpha * (eps_alpha - measured.detach()) + constant * measured
     return VMPOTerms(weights, policy, eta * (eps_eta + log_mean), eps_eta + log_mean - spent, trust, eps_alpha - measured.detach())
 
 
@@ -163,9 +164,7 @@ class NStep:
         value, (terminated, truncated) = batch.signal("old_value"), per_action_ends(batch)
         after = batch.next_value
         bootstrap = value.new_zeros(len(batch)) if after is None else None
-        found = nstep_advantages(
-            dense_reward(batch), value, bootstrap, terminated, self.gamma, self.n, truncated, after, batch.mask
-        )
+        found = nstep_advantages(dense_reward(batch), value, bootstrap, terminated, self.gamma, self.n, truncated, after, batch.mask)
         batch.signals["returns"] = torch.where(batch.mask, found + value, torch.zeros_like(found))
         return whiten(found, batch.mask) if self.normalize else found
 
@@ -237,7 +236,9 @@ class DualSteps(GradientSteps):
             self.dual_optimizer.load_state_dict(state["optimizer"])
 
 
-PAPER = Paper("The Definitive Guide to Policy Gradients in Deep Reinforcement Learning: Theory, Algorithms and Implementations", "2401.13662", 2024)
+PAPER = Paper(
+    "The Definitive Guide to Policy Gradients in Deep Reinforcement Learning: Theory, Algorithms and Implementations", "2401.13662", 2024
+)
 
 REINFORCE: Method = PPO.but(
     name="reinforce",

@@ -23,7 +23,8 @@ from anypo.methods.control.ppo import METHOD as PPO
 from anypo.policy import Loss, Signals
 from anypo.seams.credit import GAE
 from anypo.seams.groups import masked_mean
-from anypo.seams.natural import BatchGeometry, conjugate_gradient, line_search as backtrack, scale_to_radius, split_loss
+from anypo.seams.natural import BatchGeometry, conjugate_gradient, scale_to_radius, split_loss
+from anypo.seams.natural import line_search as backtrack
 from anypo.seams.objective import token_ratio
 from anypo.seams.update import GradientSteps
 
@@ -134,8 +135,8 @@ class TrustRegionStep(GradientSteps):
 
         def accept(point: Tensor, fraction: float) -> bool:
             found = geometry.measure(point)
-            numbers = torch.tensor([before.loss - found.loss, found.kl, fraction * expected], dtype=torch.float64)
-            return bool(acceptable(*numbers, self.delta, self.accept_ratio))
+            gain, divergence, wanted = torch.tensor([before.loss - found.loss, found.kl, fraction * expected], dtype=torch.float64)
+            return bool(acceptable(gain, divergence, wanted, self.delta, self.accept_ratio))
 
         found = backtrack(geometry.start, step, accept, self.shrink, self.attempts)
         after = geometry.measure(found.point)

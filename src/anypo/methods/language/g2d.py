@@ -56,7 +56,9 @@ class Cost(NamedTuple):
     total: float
 
 
-def pairs(reward: PerRow, group: Int[Tensor, " N"], logp_seq: PerRow, lo: float = 0.1, hi: float = 0.9, rule: str = "zip") -> list[list[int]]:
+def pairs(
+    reward: PerRow, group: Int[Tensor, " N"], logp_seq: PerRow, lo: float = 0.1, hi: float = 0.9, rule: str = "zip"
+) -> list[list[int]]:
     """Equation 2: [right, wrong] rows of the prompts whose success rate lies in [lo, hi] and that have both, prompts ascending.
 
     Rules: "zip" the i-th right with the i-th wrong, "all" every one with every other, "hard" the least likely right with the likeliest wrong.
@@ -80,7 +82,9 @@ def pairs(reward: PerRow, group: Int[Tensor, " N"], logp_seq: PerRow, lo: float 
     return found
 
 
-def dpo(logp: Float[Tensor, "N T"], ref_logp: Float[Tensor, "N T"], mask: Tensor, pairs: Int[Tensor, "M 2"], beta: float = 0.1) -> Preference:
+def dpo(
+    logp: Float[Tensor, "N T"], ref_logp: Float[Tensor, "N T"], mask: Tensor, pairs: Int[Tensor, "M 2"], beta: float = 0.1
+) -> Preference:
     """Equation 3: the mean over pairs of log(1 + exp(-margin)); token log-probs are summed, not averaged."""
     ratio = sequence_log_ratio(logp, ref_logp, mask)
     margin = beta * (ratio[pairs[:, 0]] - ratio[pairs[:, 1]])

@@ -53,7 +53,7 @@ def _directions(adapts: bool) -> Evidence:
 
 
 @claim(
-    "the clip range falls with dispersion, drift and skewness and rises with votes and policy entropy; the temperature is hotter iff u exceeds its average"
+    "the clip falls with dispersion, drift and skewness, rises with votes and entropy; the temperature exceeds its base iff u exceeds its average"
 )
 def directions() -> Evidence:
     return _directions(adapts=True)
@@ -73,14 +73,11 @@ def _bounded(lam_temp: float, bound: bool) -> Evidence:
     limits = {} if bound else {"tau_min": 1e-3, "tau_max": 1e3, "eps_min": 1e-6, "eps_max": 1e6}
     task = TokenBandit(seed=0)
     run = train(Run(agpo(lam_temp=lam_temp, alpha=8.0, **limits), task.policy(), task, steps=60))
-    found = {
-        "temperature": [round(min(r["temperature_min"] for r in run.history), 3), round(max(r["temperature_max"] for r in run.history), 3)],
-        "clip range": [round(min(r["clip_range_min"] for r in run.history), 4), round(max(r["clip_range_max"] for r in run.history), 4)],
-        "mean clip saturation": round(fmean(r["clip_saturation"] for r in run.history), 3),
-    }  # fmt: skip
-    inside = (
-        0.5 <= found["temperature"][0] <= found["temperature"][1] <= 1.5 and 0.05 <= found["clip range"][0] <= found["clip range"][1] <= 0.4
-    )
+    low, high = (pick(r[f"temperature_{end}"] for r in run.history) for pick, end in ((min, "min"), (max, "max")))
+    narrow, wide = (pick(r[f"clip_range_{end}"] for r in run.history) for pick, end in ((min, "min"), (max, "max")))
+    saturation = fmean(r["clip_saturation"] for r in run.history)
+    found = {"temperature": [low, high], "clip range": [narrow, wide], "mean clip saturation": round(saturation, 3)}
+    inside = 0.5 <= low <= high <= 1.5 and 0.05 <= narrow <= wide <= 0.4
     logged = all(0 <= r["clip_saturation"] <= 1 for r in run.history)
     return Evidence(found, "temperature in [0.5,1.5], clip range in [0.05,0.4], saturation in [0,1] at every step", inside and logged)
 
@@ -123,27 +120,34 @@ def success(method: Method, steps: int) -> float:
     return fmean(ends)
 
 
-STEPS = 30
+@cache
+def grpo_success(clip_range: float, heat: float, steps: int) -> float:
+    return success(grpo(clip_range, heat), steps)
 
 
 @cache
-def grpo_success(clip_range: float, heat: float) -> float:
-    return success(grpo(clip_range, heat), STEPS)
+def agpo_success(clip_range: float, heat: float, steps: int) -> float:
+    return success(agpo(eps_base=clip_range, tau_base=heat), steps)
 
 
-@cache
-def agpo_success(clip_range: float, heat: float) -> float:
-    return success(agpo(eps_base=clip_range, tau_base=heat), STEPS)
+HALFWAY, CONVERGED = 30, 70  # steps: on the way, and where GRPO has learned the task
 
 
 def _as_good(shuffled: bool) -> Evidence:
     method = agpo()
-    mine = success(method.but(credit=ShuffledCredit(method.credit)), STEPS) if shuffled else agpo_success(0.2, 1.0)
-    found = {"AGPO": round(mine, 3), "GRPO": round(grpo_success(0.2, 1.0), 3)}
-    return Evidence(found, "at least GRPO's less 0.03", found["AGPO"] >= found["GRPO"] - 0.03)
+    mine = success(method.but(credit=ShuffledCredit(method.credit)), CONVERGED) if shuffled else agpo_success(0.2, 1.0, CONVERGED)
+    found = {
+        "AGPO": round(mine, 3), "GRPO": round(grpo_success(0.2, 1.0, CONVERGED), 3),
+        f"after {HALFWAY} steps": [round(f(0.2, 1.0, HALFWAY), 3) for f in (agpo_success, grpo_success)],
+    }  # fmt: skip
+    return Evidence(found, "at least GRPO's less 0.03", mine >= grpo_success(0.2, 1.0, CONVERGED) - 0.03)
 
 
-@claim("at an equal number of generated tokens, probes counted, AGPO's success is at least GRPO's less 0.03")
+# On the way AGPO lags, by about 0.05 after 30 steps: half of its responses are probes that it does not train on.
+@claim(
+    "at an equal number of generated tokens, probes counted, AGPO ends within 0.03 of GRPO's success once GRPO has learned the task",
+    slow=True,
+)
 def as_good() -> Evidence:
     return _as_good(shuffled=False)
 
@@ -153,13 +157,18 @@ def not_without_credit() -> Evidence:
     return _as_good(shuffled=True)
 
 
-@claim("over base clips of 0.05 to 0.4 and base temperatures of 0.5 to 1.5 AGPO's final success spreads no wider than GRPO's", slow=True)
+# Not reproduced: the spreads are equal within noise (0.148 and 0.150 when measured); most of both comes from the narrow clip and the low temperature.
+@claim(
+    "over base clips of 0.05 to 0.4 and base temperatures of 0.5 to 1.5 AGPO's success spreads less than GRPO's",
+    slow=True,
+    reproduced=False,
+)
 def less_brittle() -> Evidence:
-    spreads = {name: [round(run(c, h), 3) for c in CLIPS for h in HEATS] for name, run in (("AGPO", agpo_success), ("GRPO", grpo_success))}
-    found = {f"{name} spread": round(pstdev(values), 4) for name, values in spreads.items()}
-    return Evidence(
-        found | spreads, "standard deviation over the 9 settings not larger than GRPO's", found["AGPO spread"] <= found["GRPO spread"]
-    )
+    curves = {"AGPO": agpo_success, "GRPO": grpo_success}
+    grids = {name: [round(run(c, h, HALFWAY), 3) for c in CLIPS for h in HEATS] for name, run in curves.items()}
+    mine, other = (pstdev(values) for values in grids.values())
+    found = {"AGPO spread": round(mine, 4), "GRPO spread": round(other, 4)}
+    return Evidence(found | grids, "standard deviation over the 9 settings at most 0.9 of GRPO's", mine <= 0.9 * other)
 
 
 def _switches(clip_off: float, heat_off: float) -> Evidence:

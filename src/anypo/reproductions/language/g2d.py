@@ -141,7 +141,12 @@ def _interior(choices: tuple[int, ...]) -> Evidence:
     curve = {k: round(mean_offline(k), 3) for k in choices}
     best = max(curve, key=lambda k: curve[k])
     cold, late = mean_offline(0), mean_offline(640)
-    found = {"after DPO, by warm-up": curve, "cold": round(cold, 3), "GRPO 640": round(mean_online(640), 3), "GRPO 640 + DPO": round(late, 3)}
+    found = {
+        "after DPO, by warm-up": curve,
+        "cold": round(cold, 3),
+        "GRPO 640": round(mean_online(640), 3),
+        "GRPO 640 + DPO": round(late, 3),
+    }
     holds = best in (80, 160, 320) and curve[best] > cold + 0.2 and late <= mean_online(640)
     return Evidence(found, "best warm-up 80 to 320 steps, 0.2 above cold DPO; after 640 steps DPO adds nothing", holds)
 
@@ -180,7 +185,9 @@ def _informative(key: str) -> Evidence:
     peak, best = (max(table, key=lambda k: table[k]) for table in (level, gain))
     near = abs(WARM_UPS.index(peak) - WARM_UPS.index(best)) <= 1
     found = {key: {k: round(v, 3) for k, v in level.items()}, "gain": {k: round(v, 3) for k, v in gain.items()}}
-    return Evidence(found, "an interior peak, at most one grid step from the largest gain", near and peak not in (WARM_UPS[0], WARM_UPS[-1]))
+    return Evidence(
+        found, "an interior peak, at most one grid step from the largest gain", near and peak not in (WARM_UPS[0], WARM_UPS[-1])
+    )
 
 
 @claim("the informativeness of the static data, mean p(1-p), peaks at an interior warm-up next to the largest gain of DPO", slow=True)

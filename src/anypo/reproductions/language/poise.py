@@ -120,7 +120,7 @@ def _knows(shuffled: bool) -> Evidence:
     return Evidence(found, "> 0.5 for each of 3 seeds", min(found) > 0.5)
 
 
-@claim("after 50 steps the value that the probe sees in one rollout correlates above 0.5 with the prompt's exact success")
+@claim("after 50 steps the value that the probe sees in one rollout correlates above 0.5 with the prompt's exact success", slow=True)
 def knows() -> Evidence:
     return _knows(shuffled=False)
 
@@ -135,7 +135,13 @@ def _explains(shuffled: bool) -> Evidence:
     return Evidence(found, "> 0.02 for each of 3 seeds (the batch mean explains 0)", min(found) > 0.02)
 
 
-@claim("after 50 steps the probe's value explains more of an independent rollout's reward than the batch mean does")
+# Not reproduced: from a single rollout the probe also sees how that rollout went, and its window lags behind the policy. The mean is about 0.015,
+# one seed of three is below 0; exact success would explain about 0.25.
+@claim(
+    "after 50 steps the probe's value explains more of an independent rollout's reward than the batch mean does",
+    slow=True,
+    reproduced=False,
+)
 def explains() -> Evidence:
     return _explains(shuffled=False)
 
