@@ -184,7 +184,10 @@ def show(found: dict[str, Any]) -> None:
             f"to threshold {reached} ({r['reached']}/{found['seeds']})"
         )
     speed, reach = found["ratio"]["steps_per_second"], found["ratio"]["seconds_to_threshold"]
-    print(f"  ratio              {speed:.2f}x steps/s, " + (f"{reach:.2f}x sooner at the threshold" if reach else "threshold not reached by both"))
+    print(
+        f"  ratio              {speed:.2f}x steps/s, "
+        + (f"{reach:.2f}x sooner at the threshold" if reach else "threshold not reached by both")
+    )
 
 
 def main() -> None:

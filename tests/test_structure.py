@@ -89,6 +89,7 @@ def test_list_and_help_do_not_import_torch():
 
 
 def test_no_method_file_has_a_training_loop():
+    """A method may fit a helper of its own (a critic, a density); the steps of a run belong to the loops."""
     for path in (ROOT / "methods").rglob("*.py"):
         text = path.read_text()
-        assert ".backward(" not in text.replace("run.backward(", ""), f"{path.name} runs its own backward pass"
+        assert not [call for call in ("finish_step(", "begin_step(") if call in text], f"{path.name} steps through the run itself"

@@ -63,7 +63,7 @@ def _swap(method: Method, seam: str, other: Method) -> Method:
     and those of the old credit go with it."""
     changes: dict[str, Any] = {seam: getattr(other, seam)}
     if seam == "credit":
-        gives = getattr(other.credit, "gives", frozenset())
+        gives: frozenset[str] = getattr(other.credit, "gives", frozenset())
         stay = [r for r in method.regularize if not getattr(r, "wants", frozenset())]
         come = [r for r in other.regularize if getattr(r, "wants", frozenset()) and r.wants <= gives]  # type: ignore[attr-defined]
         changes["regularize"] = (*stay, *come)

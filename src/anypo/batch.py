@@ -132,6 +132,11 @@ class Batch:
 PER_ROW = tuple(f.name for f in fields(Batch) if f.name not in ("signals", "objectives"))  # the fields with one entry a row
 
 
+def whole(mask: Tensor) -> bool:
+    """Whether every position of a boolean mask counts (and there are any). Asked on the CPU alone, where small steps gain more than the answer costs."""
+    return mask.dtype == torch.bool and mask.device.type == "cpu" and mask.numel() > 0 and bool(mask.all())
+
+
 def _take(value: Any, index: Any) -> Any:
     if value is None:
         return None

@@ -92,8 +92,8 @@ def title(module: Any) -> str:
 
 
 def _describe(slug: str, name: str) -> dict[str, Any]:
-    from anypo.method import SEAMS, Method
     from anypo.claims import claims_of
+    from anypo.method import SEAMS, Method
 
     module = importlib.import_module(name)
     item = get(slug)

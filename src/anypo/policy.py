@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from numpy.typing import NDArray
@@ -68,13 +68,17 @@ class Policy(nn.Module):
     """
 
     provides: frozenset[str] = frozenset({"logp"})
+    if TYPE_CHECKING:  # what only one domain's policies have (`sample`, `encode`, ...) is that domain's business
+
+        def __getattr__(self, name: str) -> Any: ...
+
     memoryless: bool = False  # True when action t depends on its own observation alone, so that single actions may be shuffled
     learning_rate: float = 1e-3  # a sensible default at this size; the update seam may override it
     optimizer: str = "adamw"
 
     def evaluate(self, batch: Batch, needs: Set[str]) -> Signals:
         """Differentiable signals of the batch's own actions, exactly those in `needs`. Shapes [N,T] unless the signal says otherwise."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} does not say how its trajectories are evaluated; a policy implements `evaluate`")
 
     def chunks(self, batch: Batch) -> Iterator[Tensor]:
         """Row indices [n] of the pieces that fit one forward and backward pass; together they cover every row once."""

@@ -18,11 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from anypo import checkpoint
-from anypo.batch import Batch
+from anypo.batch import Batch, whole
 from anypo.method import Method
 from anypo.policy import Gradient, Loss, Policy, Signals
 from anypo.report.store import MetricsStore
-from anypo.seams.groups import whole
 from anypo.task import Prompt, Task
 
 

@@ -35,9 +35,18 @@ class Prompt:
 class Task(Protocol):
     """What the loop asks of a domain."""
 
-    name: str
-    objectives: tuple[str, ...]  # names of the rewards; ("reward",) when there is one
-    prompts_per_step: int  # a sensible default batch for this task
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def objectives(self) -> tuple[str, ...]:
+        """Names of the rewards; ("reward",) when there is one."""
+        ...
+
+    @property
+    def prompts_per_step(self) -> int:
+        """A sensible default batch for this task."""
+        ...
 
     def prompts(self, count: int, rng: np.random.Generator) -> list[Prompt]:
         """Training problems, drawn with `rng` alone."""

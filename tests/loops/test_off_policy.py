@@ -86,7 +86,10 @@ def test_recordings_that_do_not_fit_are_said(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="there is no recording"):
         read(str(tmp_path / "none.npz"), task.spaces)
     zeros = np.zeros(3, np.float32)
-    write(tmp_path / "other.npz", Recording(np.zeros((3, 9), np.float32), zeros[:, None], zeros, np.zeros((3, 9), np.float32), zeros > 0, zeros > 0))
+    write(
+        tmp_path / "other.npz",
+        Recording(np.zeros((3, 9), np.float32), zeros[:, None], zeros, np.zeros((3, 9), np.float32), zeros > 0, zeros > 0),
+    )
     with pytest.raises(ValueError, match="do not fit CartPole-v1"):
         read(str(tmp_path / "other.npz"), task.spaces)
     np.savez(tmp_path / "odd.npz", reward=zeros)
@@ -110,7 +113,13 @@ def test_a_minari_dataset_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         rewards += gained
         buffers.append(
             minari.data_collector.EpisodeBuffer(
-                id=seed, observations=np.stack(seen), actions=np.stack(actions), rewards=gained, terminations=[False] * 200, truncations=ended, infos={}
+                id=seed,
+                observations=np.stack(seen),
+                actions=np.stack(actions),
+                rewards=gained,
+                terminations=[False] * 200,
+                truncations=ended,
+                infos={},
             )
         )
     said = {"algorithm_name": "constant", "code_permalink": "none", "author": "none", "author_email": "none"}

@@ -62,7 +62,10 @@ def test_unknown_names_are_refused() -> None:
 def test_roles_have_learning_rates_of_their_own() -> None:
     policy = TokenBandit().policy()
     optimizer = build_optimizer(policy, "sgd", 0.5, role_rates={"value": 0.1})
-    assert {g["role"]: g["lr"] for g in optimizer.param_groups} == {"policy": 0.5, "value": 0.1}
+    assert [(g["lr"], [tuple(p.shape) for p in g["params"]]) for g in optimizer.param_groups] == [
+        (0.5, [tuple(policy.logits.shape)]),
+        (0.1, [tuple(policy.values.shape)]),
+    ]
     assert [g["lr"] for g in build_optimizer(policy, None, None).param_groups] == [policy.learning_rate] * 2
 
 

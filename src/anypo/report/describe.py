@@ -7,8 +7,8 @@ import inspect
 from typing import Any
 
 from anypo import catalogue
-from anypo.method import Method, Study
 from anypo.claims import claims_of
+from anypo.method import Method, Study
 
 SOURCE = "src/anypo/methods"
 

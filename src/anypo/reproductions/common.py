@@ -147,3 +147,55 @@ def rounds_to_half(method: Method, *, step_size: float = 5.0, seeds: Iterable[in
         curve = train_on(method, policy, task, steps=most, seed=seed, watch=chance, stop=lambda p: p >= 0.5)
         rounds.append(steps_to(curve, 0.5))
     return fmean(rounds)
+
+
+def on_cartpole(method: Method, *, steps: int, seed: int, enough: float | None = None, hidden: tuple[int, ...] = (64, 64)) -> Run:
+    """A run on 8 CartPoles, 128 actions each a step; it ends once the mean return of a step's finished episodes reaches `enough`."""
+    from anypo.domains.control.setup import build
+
+    policy, task = build("CartPole-v1", None, seed=seed, envs=8, horizon=128, hidden=hidden)
+    run = Run(method, policy, task, steps=steps, seed=seed)
+    while not run.finished:
+        step(run)
+        if enough is not None and run.history[-1]["reward"] >= enough:
+            break
+    return run
+
+
+@dataclass
+class RandomMDP:
+    """An ergodic random MDP with exact values: transition probabilities [S,A,S] from a Dirichlet(1), rewards [S,A] in [-1,1], a uniform start."""
+
+    seed: int = 0
+    states: int = 10
+    actions: int = 4
+    gamma: float = 0.9
+
+    def __post_init__(self) -> None:
+        g = torch.Generator().manual_seed(self.seed)
+        noise = torch.rand(self.states, self.actions, self.states, generator=g, dtype=torch.float64)
+        self.transition = -noise.log() / (-noise.log()).sum(-1, keepdim=True)
+        self.reward = 2 * torch.rand(self.states, self.actions, generator=g, dtype=torch.float64) - 1
+        self.start = torch.full((self.states,), 1 / self.states, dtype=torch.float64)
+
+    def _solve(self, policy: Tensor) -> Tensor:
+        chain = torch.einsum("sa,sat->st", policy, self.transition)
+        return torch.linalg.inv(torch.eye(self.states, dtype=torch.float64) - self.gamma * chain)
+
+    def values(self, policy: Tensor) -> tuple[Tensor, Tensor]:
+        """V [S] and Q [S,A] of a policy [S,A]."""
+        value = self._solve(policy) @ (policy * self.reward).sum(-1)
+        return value, self.reward + self.gamma * self.transition @ value
+
+    def total(self, policy: Tensor) -> float:
+        """Expected discounted return from the start distribution."""
+        return float(self.start @ self.values(policy)[0])
+
+    def visits(self, policy: Tensor) -> Tensor:
+        """Unnormalized discounted visits [S]; they sum to 1 / (1 - gamma)."""
+        return self.start @ self._solve(policy)
+
+    def random_policy(self, seed: int, spread: float = 1.0) -> Tensor:
+        """A softmax policy [S,A] of normal logits."""
+        g = torch.Generator().manual_seed(seed)
+        return (spread * torch.randn(self.states, self.actions, generator=g, dtype=torch.float64)).softmax(-1)

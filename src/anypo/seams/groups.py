@@ -10,6 +10,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from anypo.batch import whole
+
 Values = Float[Tensor, "N *K"]
 
 
@@ -68,11 +70,6 @@ def leave_one_out_mean(values: Values, group: Int[Tensor, " N"]) -> Values:
 def has_spread(values: Float[Tensor, " N"], group: Int[Tensor, " N"]) -> Bool[Tensor, " N"]:
     """Whether the members of each row's group differ at all."""
     return group_max(values, group) != group_min(values, group)
-
-
-def whole(mask: Tensor) -> bool:
-    """Whether every position of a boolean mask counts (and there are any). Asked on the CPU alone, where small steps gain more than the answer costs."""
-    return mask.dtype == torch.bool and mask.device.type == "cpu" and mask.numel() > 0 and bool(mask.all())
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:

@@ -87,7 +87,9 @@ def build_optimizer(
         by_rate.setdefault((role_rates or {}).get(g.get("role", ""), None) or base, []).extend(g["params"])
     groups: list[dict[str, Any]] = [{"params": parameters, "lr": rate} for rate, parameters in by_rate.items() if parameters]
     options: dict[str, Any] = {"lr": base, "weight_decay": weight_decay}
-    if name in ("adam", "adamw") and all(p.dtype.is_floating_point and p.device.type in ("cpu", "cuda") for g in groups for p in g["params"]):
+    if name in ("adam", "adamw") and all(
+        p.dtype.is_floating_point and p.device.type in ("cpu", "cuda") for g in groups for p in g["params"]
+    ):
         options["fused"] = True  # one call for all parameters; for small networks the calls are what a step costs
     return factory(groups, **options)
 

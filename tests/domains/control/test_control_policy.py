@@ -64,7 +64,7 @@ def test_the_gradient_by_hand_is_that_of_autograd(name: str) -> None:
 
     with torch.no_grad():
         for p in policy.parameters():
-            p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
+            p.add_(0.06 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
     gradients = []
     for backward in (ControlPolicy.backward, Policy.backward):
         policy.zero_grad()
@@ -81,7 +81,7 @@ def test_the_closed_form_of_ppo_is_what_autograd_finds(name: str) -> None:
     policy, batch, run = collected(name)
     with torch.no_grad():  # far enough for many ratios to leave the band
         for p in policy.parameters():
-            p.add_(0.03 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
+            p.add_(0.06 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
     batch.advantage = torch.randn(batch.mask.shape, generator=torch.Generator().manual_seed(2))
     batch.signals["returns"] = torch.randn(batch.mask.shape, generator=torch.Generator().manual_seed(3))
     loss_fn = run.loss_fn

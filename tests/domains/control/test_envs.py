@@ -58,7 +58,9 @@ def test_an_episode_goes_on_exactly_from_a_kept_state(name: str) -> None:
     rng = np.random.default_rng(0)
 
     def action() -> np.ndarray:
-        return rng.integers(spaces.actions, size=1) if spaces.actions else rng.uniform(-0.3, 0.3, (1, spaces.action_size)).astype(np.float32)
+        return (
+            rng.integers(spaces.actions, size=1) if spaces.actions else rng.uniform(-0.3, 0.3, (1, spaces.action_size)).astype(np.float32)
+        )
 
     for _ in range(5):
         rows.step(action())

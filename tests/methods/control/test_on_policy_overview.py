@@ -101,7 +101,7 @@ def test_gradients_of_the_duals_and_of_the_trust_region() -> None:
     by_alpha, by_kl = torch.autograd.grad(found.trust, (alpha, kl))
     torch.testing.assert_close(by_alpha, 0.01 - kl[rows.mask].mean())
     torch.testing.assert_close(by_alpha, found.alpha_grad)
-    torch.testing.assert_close(by_kl, 3.0 * rows.mask / rows.mask.sum())
+    torch.testing.assert_close(by_kl, 3.0 * rows.mask.double() / rows.mask.sum())
 
 
 def test_one_sample_or_none() -> None:

@@ -132,7 +132,7 @@ def test_training_moves_everything_and_targets_follow_slowly() -> None:
     online = max(float((after[n] - before[n]).abs().max()) for n in before if n.startswith("critic."))
     target = max(float((after[n] - before[n]).abs().max()) for n in before if n.startswith("target_critic."))
     assert 0 < target < 0.5 * online
-    assert -1 <= float(run.method.rollout.buffer.take(torch.arange(30))["action"].min())
+    assert float(run.method.rollout.buffer.take(torch.arange(30))["action"].min()) >= -1
 
 
 def test_truncation_is_not_stored_as_an_end() -> None:

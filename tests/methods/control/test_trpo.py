@@ -109,7 +109,7 @@ def test_without_a_search_it_is_the_natural_gradient_at_the_constraint() -> None
     method = METHOD.set("update.delta", 1e-4).set("update.shrink", 0.99).set("update.damping", 1e-4)
     record = trained_on_cartpole(method, 1).history[0]
     assert 0 <= record["line_search"] <= 5
-    assert record["kl"] == pytest.approx(1e-4, rel=0.1)
+    assert 0.5e-4 < record["kl"] <= 1e-4  # damping takes a part of it
     assert record["gain"] == pytest.approx(record["expected_gain"], rel=0.1)
 
 

@@ -47,7 +47,9 @@ def test_one_step_a_trajectory_is_reward_minus_value_and_gspo():
 
 def test_without_critic_and_decay_it_is_the_whitened_discounted_return():
     reward, value, traj, order = walks()
-    gain = torch.stack([sum(0.9 ** (order[j] - order[i]) * reward[j] for j in range(8) if traj[j] == traj[i] and order[j] >= order[i]) for i in range(8)])
+    gain = torch.stack(
+        [sum(0.9 ** (order[j] - order[i]) * reward[j] for j in range(8) if traj[j] == traj[i] and order[j] >= order[i]) for i in range(8)]
+    )
     found = returns_and_advantages(reward, torch.zeros_like(value), traj, order, 0.9, 1.0)
     torch.testing.assert_close(found.advantage, (gain - gain.mean()) / (gain.std() + 1e-8))
     torch.testing.assert_close(found.returns, gain)
@@ -102,7 +104,7 @@ def test_steps_are_found_where_observations_lie_between_them():
     mask = torch.tensor([[1, 1, 0, 0, 1, 0], [0, 0, 0, 0, 0, 0], [1, 0, 1, 1, 0, 1]]).bool()
     segment = torch.tensor([[0, 0, 0, 0, 1, 1], [0] * 6, [0, 0, 2, 2, 2, 3]])  # the second row wrote nothing, the third no turn 1
     steps = steps_of(Batch(action=segment, mask=mask, logp=torch.zeros(3, 6), group=torch.arange(3), segment=segment), mask)
-    assert steps.index.tolist() == [[0, 0, -1, -1, 1, -1], [-1] * 6, [2, -1, 3, 3, -1, 4]]
+    assert steps.number.tolist() == [[0, 0, -1, -1, 1, -1], [-1] * 6, [2, -1, 3, 3, -1, 4]]
     assert steps.order.tolist() == [0, 1, 0, 1, 2] and steps.traj.tolist() == [0, 0, 2, 2, 2]
     assert steps.start.nonzero().tolist() == [[0, 0], [0, 4], [2, 0], [2, 2], [2, 5]]
 
@@ -118,7 +120,9 @@ def test_a_row_of_several_steps_is_the_same_loss_as_rows_of_one_step():
 
 
 def grid_run(steps, folder=None):
-    run = Run(METHOD.set("select.prompts", 4).set("select.group_size", 2), SpellPolicy(), SpellGrid(), steps=steps, out=folder, checkpoint_every=2)
+    run = Run(
+        METHOD.set("select.prompts", 4).set("select.group_size", 2), SpellPolicy(), SpellGrid(), steps=steps, out=folder, checkpoint_every=2
+    )
     if folder is not None:
         run.resume()
     return train(run)

@@ -9,12 +9,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
+
+
+class Dynamics(Protocol):
+    """One problem for any number of environments."""
+
+    def reset(self, generator: np.random.Generator) -> Array: ...  # a first state [S]
+
+    def step(self, state: Array, action: NDArray) -> Moved: ...
+
+    def observe(self, state: Array) -> NDArray[np.float32]: ...  # [S,N] -> [N,O]
 
 
 class Moved(NamedTuple):
@@ -108,4 +118,4 @@ class Acrobot:
         return out
 
 
-KNOWN = {"CartPole-v1": CartPole(), "Acrobot-v1": Acrobot(), "Pendulum-v1": Pendulum()}
+KNOWN: dict[str, Dynamics] = {"CartPole-v1": CartPole(), "Acrobot-v1": Acrobot(), "Pendulum-v1": Pendulum()}

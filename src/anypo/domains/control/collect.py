@@ -47,9 +47,7 @@ class Stream:
         self.observation = np.stack([environments.reset(row, seed) for row, seed in enumerate(seeds)])
         self.returns, self.lengths = np.zeros(len(seeds)), np.zeros(len(seeds), dtype=np.int64)
 
-    def collect(
-        self, actor: Actor, for_environment: Callable[[NDArray], NDArray], noise: NDArray, finished: Finished
-    ) -> Trajectories:
+    def collect(self, actor: Actor, for_environment: Callable[[NDArray], NDArray], noise: NDArray, finished: Finished) -> Trajectories:
         """One segment of T steps; `noise` [T,N,...]. Raises EnvironmentFailed unless the environments are tolerant."""
         horizon, count = noise.shape[:2]
         size = self.observation.shape[1]
@@ -75,7 +73,14 @@ class Stream:
                     mask[t] = ~step.failed  # nothing is known of what such an action led to
                 self._restart(ended, step.failed, finished)
         return Trajectories(
-            _rows(seen), _rows(following), _rows(np.stack(actions)), _rows(reward), _rows(terminated), _rows(truncated), _rows(mask), _costs(costs)
+            _rows(seen),
+            _rows(following),
+            _rows(np.stack(actions)),
+            _rows(reward),
+            _rows(terminated),
+            _rows(truncated),
+            _rows(mask),
+            _costs(costs),
         )
 
     def _restart(self, ended: NDArray[np.bool_], failed: NDArray[np.bool_] | None, finished: Finished) -> None:

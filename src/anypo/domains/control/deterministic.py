@@ -33,7 +33,13 @@ class DeterministicActorCritic(EnvironmentPolicy):
     provides = frozenset({"logp", "q", "action_new", "q_actor", "observation", "next_q"})
 
     def __init__(
-        self, spaces: Spaces, *, hidden: tuple[int, ...] = (256, 256), normalize_observations: bool = False, exploration: float = 0.1, seed: int = 0
+        self,
+        spaces: Spaces,
+        *,
+        hidden: tuple[int, ...] = (256, 256),
+        normalize_observations: bool = False,
+        exploration: float = 0.1,
+        seed: int = 0,
     ) -> None:
         """`exploration`: standard deviation of the noise on collected actions, in units of [-1,1]. Weights depend on `seed` alone.
 

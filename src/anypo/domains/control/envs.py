@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from anypo.domains.control import classic
 
-Maker = Callable[[], Any]  # makes a Gymnasium environment
+Maker = Callable[..., Any]  # makes a Gymnasium environment; takes `render_mode` where pictures of it are wanted
 
 
 class EnvironmentFailed(ValueError):
@@ -89,7 +89,8 @@ def maker(environment: str | Maker) -> Maker:
         try:
             return gymnasium.make(name, disable_env_checker=True, **options)
         except gymnasium.error.DependencyNotInstalled as error:
-            raise ImportError(f'{name} needs a package that is not here ({error}); pip install "anypo[control]"') from error
+            extra = "gymnasium[box2d]" if "box2d" in str(error).lower() else "anypo[control]"
+            raise ImportError(f'{name} needs a package that is not here; pip install "{extra}"') from error
 
     return make
 
@@ -130,7 +131,9 @@ def make_environments(make: Maker, spaces: Spaces, count: int, tolerant: bool = 
     """The fastest form of `count` environments; `tolerant` ones report a row that raises as `failed` instead of raising EnvironmentFailed."""
     first = make()
     spec = first.spec
-    plain = spec is not None and not spec.kwargs and not spec.additional_wrappers and type(first.unwrapped).__module__.startswith("gymnasium.")
+    plain = (
+        spec is not None and not spec.kwargs and not spec.additional_wrappers and type(first.unwrapped).__module__.startswith("gymnasium.")
+    )
     if plain and spec.id in classic.KNOWN:
         first.close()
         return Classic(spec.id, count, int(spec.max_episode_steps or 10**9))
@@ -218,7 +221,9 @@ class Separate:
         try:
             self.last[row] = self._flat(self.environments[row].reset(seed=seed)[0])
         except Exception as error:
-            raise EnvironmentFailed(f"{self.spaces.name} raised {type(error).__name__} when an episode was to begin: {error}", row) from error
+            raise EnvironmentFailed(
+                f"{self.spaces.name} raised {type(error).__name__} when an episode was to begin: {error}", row
+            ) from error
         if not np.isfinite(self.last[row]).all():
             raise EnvironmentFailed(f"{self.spaces.name} began an episode with an observation that is not finite", row)
         return self.last[row]
@@ -287,9 +292,7 @@ class Separate:
         return np.asarray(observation, dtype=np.float32).ravel()
 
     def _said(self, what: str, row: int) -> str:
-        return (
-            f"{self.spaces.name} {what} after {self.elapsed[row]} steps of an episode; set the option on_env_error=restart to go on with a new episode"
-        )
+        return f"{self.spaces.name} {what} after {self.elapsed[row]} steps of an episode; set the option on_env_error=restart to go on with a new episode"
 
 
 class Keeper(NamedTuple):

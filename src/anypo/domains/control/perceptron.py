@@ -18,7 +18,7 @@ class Network(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(i, o) for i, o in zip(sizes[:-1], sizes[1:], strict=True))
         self.activation = {"tanh": torch.tanh, "relu": torch.relu}[activation]
-        self.array_activation: Callable[..., NDArray] = {"tanh": np.tanh, "relu": lambda x, out: np.maximum(x, 0, out=out)}[activation]
+        self.array_activation: Callable[..., NDArray] = np.tanh if activation == "tanh" else _array_relu
         for layer in self.layers:
             gain = scale if layer is self.layers[-1] else math.sqrt(2)
             nn.init.orthogonal_(layer.weight, gain)  # type: ignore[arg-type]
@@ -69,6 +69,10 @@ class Network(nn.Module):
 
     def _views(self) -> list[tuple[NDArray, NDArray]]:
         return [(layer.weight.detach().numpy(), layer.bias.detach().numpy()) for layer in self.layers]  # type: ignore[operator]
+
+
+def _array_relu(x: NDArray, out: NDArray) -> NDArray:
+    return np.maximum(x, 0, out=out)
 
 
 def add_gradient(parameter: nn.Parameter, gradient: NDArray) -> None:

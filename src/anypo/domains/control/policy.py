@@ -130,7 +130,10 @@ class ControlPolicy(EnvironmentPolicy):
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         actor = [*self.actor_network.parameters(), *([self.log_std] if self.log_std is not None else [])]
-        groups = [{"params": actor, "role": "policy"}, {"params": list(self.critic_network.parameters()), "role": "value"}]
+        groups: list[dict[str, Any]] = [
+            {"params": actor, "role": "policy"},
+            {"params": list(self.critic_network.parameters()), "role": "value"},
+        ]
         return [dict(g, params=[p for p in g["params"] if p.requires_grad]) for g in groups]
 
     def evaluate(self, batch: Batch, needs: Set[str]) -> Signals:
@@ -187,7 +190,9 @@ class ControlPolicy(EnvironmentPolicy):
         shape, arrays = batch.mask.shape, dict[str, NDArray]()
         if output is not None:
             action = batch.action.flatten(0, 1).numpy()
-            logp, pull = softmax_pull(output, action) if self.log_std is None else gaussian_pull(output, action, self.log_std.detach().numpy())
+            logp, pull = (
+                softmax_pull(output, action) if self.log_std is None else gaussian_pull(output, action, self.log_std.detach().numpy())
+            )
             arrays["logp"] = logp.reshape(shape)
         if value is not None:
             arrays["value"] = value.reshape(shape)
@@ -260,7 +265,7 @@ class ControlPolicy(EnvironmentPolicy):
         return lambda x, noise: network(normalize(x)) + (0 if noise is None else noise * deviation)
 
     def for_environment(self, action: NDArray) -> NDArray:
-        return action if self.discrete else action.clip(self.spaces.low, self.spaces.high)
+        return action if self.discrete else np.clip(action, self.spaces.low, self.spaces.high)  # type: ignore[arg-type]
 
     def from_environment(self, action: NDArray) -> NDArray:
         return action if self.discrete else action.astype(np.float32)

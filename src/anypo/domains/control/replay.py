@@ -98,7 +98,9 @@ def _read_minari(source: str) -> Recording:
             folder = Path(source)
             dataset = minari.MinariDataset(folder / "data" if (folder / "data").is_dir() else folder)
     except (OSError, KeyError, ValueError) as error:
-        raise ValueError(f"{source} is no recording that can be read ({error}); give file.npz, a Minari dataset folder or minari:<id>") from error
+        raise ValueError(
+            f"{source} is no recording that can be read ({error}); give file.npz, a Minari dataset folder or minari:<id>"
+        ) from error
     parts = [
         Recording(
             _flat(e.observations[:-1]), np.asarray(e.actions), np.asarray(e.rewards, np.float32), _flat(e.observations[1:]),

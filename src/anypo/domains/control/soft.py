@@ -66,7 +66,9 @@ class SquashedGaussianActorCritic(EnvironmentPolicy):
         """Weights depend on `seed` alone. Raises ValueError for spaces without continuous, bounded actions."""
         super().__init__()
         if spaces.low is None or spaces.high is None:
-            raise ValueError(f"{spaces.name} has discrete actions; this method acts in continuous ones, so choose Pendulum-v1 or a MuJoCo task")
+            raise ValueError(
+                f"{spaces.name} has discrete actions; this method acts in continuous ones, so choose Pendulum-v1 or a MuJoCo task"
+            )
         if not (np.isfinite(spaces.low).all() and np.isfinite(spaces.high).all()):
             raise ValueError(f"{spaces.name} has actions without bounds; this method scales its actions to finite bounds")
         self.spaces, self.hidden_sizes, self.log_std_bounds = spaces, tuple(hidden), log_std_bounds

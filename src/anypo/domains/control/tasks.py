@@ -82,7 +82,7 @@ class GymTask:
         stream = self._running(prompts)
         horizon = prompts[0].max_actions or self.horizon
         policy: EnvironmentPolicy = run.policy  # type: ignore[assignment]
-        start = {"stream": stream.state_dict(), "rng": run.rng.bit_generator.state} if run.out is not None else None
+        start: dict[str, Any] | None = {"stream": stream.state_dict(), "rng": run.rng.bit_generator.state} if run.out is not None else None
         finished = Finished()
         try:
             seen = stream.collect(policy.actor(), policy.for_environment, policy.noise(run.rng, (horizon, len(prompts))), finished)
@@ -106,7 +106,12 @@ class GymTask:
         if self._episode_environments is None or self._episode_environments.count != len(seeds):
             self._episode_environments = self.environments(len(seeds))
         seen = episodes(
-            self._episode_environments, seeds, policy.actor(), policy.for_environment, lambda n: policy.noise(run.rng, (n,)), prompts[0].max_actions
+            self._episode_environments,
+            seeds,
+            policy.actor(),
+            policy.for_environment,
+            lambda n: policy.noise(run.rng, (n,)),
+            prompts[0].max_actions,
         )
         self._log(seen.reward.sum(1).tolist(), seen.mask.sum(1).tolist(), run)
         prompt_id = torch.tensor([p.id for p in prompts for _ in range(p.samples)])

@@ -84,4 +84,5 @@ def _toy(task: str, seed: int, needs: Set[str], options: dict[str, Any]) -> tupl
     from anypo.domains.language.toys.key_chain import KeyChain
 
     chain = KeyChain(seed=seed, **options)
-    return chain.policy(), chain
+    walker: Policy = chain.policy()
+    return walker, chain

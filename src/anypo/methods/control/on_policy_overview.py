@@ -104,7 +104,9 @@ def vmpo(
     logp: PerAction, advantages: PerAction, mask: Tensor, kl: PerAction, eta: float | Tensor = 1.0, eps_eta: float = 0.01,
     alpha: float | Tensor = 5.0, eps_alpha: float = 0.01,
 ) -> VMPOTerms:  # fmt: skip
-    """Equations 6 and 7. Differentiable in logp (policy), kl (trust) and the duals (their own terms); the weights are constants. All zero without a counted action."""
+    """Equations 6 and 7. Differentiable in logp (policy), kl (trust) and the duals (their own terms); the weights are constants.
+
+    All zero without a counted action."""
     half = better_half(advantages, mask)
     zero = advantages.new_zeros(())
     if not half.any():

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from anypo.run import Run
 
 RIGHT = 0.5  # a task reward above this is a right answer; one below 0 is an answer that could not be read
-ANNOUNCEMENT = "\nI will answer with {budget} tokens.\n"
+ANNOUNCEMENT = "I will answer with {budget} tokens.\n{prompt}"
 
 
 def budget_value(tokens: Tensor, beta: float, max_len: int) -> Tensor:
@@ -75,12 +75,11 @@ def hierarchical(
 
 
 def announced(content: Any, budget: int, announcement: str = ANNOUNCEMENT) -> Any:
-    """The prompt with its budget: added to a text, or to the last of a list of messages. Any other content stays as it is."""
-    text = announcement.format(budget=budget)
+    """A text with its budget, by a template with {budget} and {prompt}; of a list of messages the last is changed. Other content stays as it is."""
     if isinstance(content, str):
-        return content + text
+        return announcement.format(budget=budget, prompt=content)
     if isinstance(content, list) and content:
-        return [*content[:-1], {**content[-1], "content": content[-1]["content"] + text}]
+        return [*content[:-1], {**content[-1], "content": announcement.format(budget=budget, prompt=content[-1]["content"])}]
     return content
 
 
@@ -93,7 +92,7 @@ class BudgetedRollout:
 
     budgets: tuple[int, ...] = (8, 16, 32, 40)  # tokens, each in [1, max_len]
     max_len: int = 64  # hard limit in tokens, >= 1
-    announcement: str = ANNOUNCEMENT
+    announcement: str = ANNOUNCEMENT  # template of the prompt with {budget} and {prompt}
     inner: Rollout = field(default_factory=OnPolicy)
 
     def __call__(self, prompts: list[Prompt], run: Run) -> Batch:

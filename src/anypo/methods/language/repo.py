@@ -178,16 +178,19 @@ def remembered(rows: Batch) -> Entries:
 
 def latest(old: Entries | None, new: Entries, capacity: int) -> Entries:
     """Both buffers joined, the last `capacity` entries of them."""
-    joined = Batch.concat([Batch(**part["fields"], signals=part["signals"]) for part in (old, new) if part])[-capacity:]
+    names = new["signals"].keys() & (old or new)["signals"].keys()
+    parts = [part for part in (old, new) if part]
+    joined = Batch.concat([Batch(**part["fields"], signals={n: part["signals"][n] for n in names}) for part in parts])[-capacity:]
     fields = {name: getattr(joined, name) for name in new["fields"]}
-    return {"fields": fields, "signals": joined.signals, "reward": torch.cat([part["reward"] for part in (old, new) if part])[-capacity:]}
+    return {"fields": fields, "signals": joined.signals, "reward": torch.cat([part["reward"] for part in parts])[-capacity:]}
 
 
 def recalled(entries: Entries, chosen: list[int], fresh: Batch) -> Batch:
     """Buffered responses as rows; `fresh` holds as many rows of the same prompt, which give what the buffer does not keep."""
     rows = Batch(**entries["fields"], signals=entries["signals"])[torch.tensor(chosen)]
     own = {name: getattr(rows, name) for name in entries["fields"] if name != "group"}
-    return fresh.but(**own, signals=fresh.signals | rows.signals | {"is_online": torch.zeros(len(rows), dtype=torch.bool)})
+    known = {n: value for n, value in rows.signals.items() if n in fresh.signals}  # others are computed for the whole batch later
+    return fresh.but(**own, signals=fresh.signals | known | {"is_online": torch.zeros(len(rows), dtype=torch.bool)})
 
 
 @dataclass

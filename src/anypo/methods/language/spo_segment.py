@@ -258,7 +258,9 @@ class EdgeAdvantages:
 
 METHOD = GRPO.but(
     name="spo_segment",
-    paper=Paper("Segment Policy Optimization: Effective Segment-Level Credit Assignment in RL for Large Language Models", "2505.23564", 2025),
+    paper=Paper(
+        "Segment Policy Optimization: Effective Segment-Level Credit Assignment in RL for Large Language Models", "2505.23564", 2025
+    ),
     summary="values at the boundaries of segments, estimated by rollouts; each segment gets the difference around it, on its unlikely tokens",
     select=UniformPrompts(group_size=8),
     rollout=BoundaryRollouts(),

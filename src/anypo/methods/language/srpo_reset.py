@@ -186,7 +186,9 @@ class ResetRollout:
         endings = continue_rows(batch, rows[copies], depth[copies], run)
         own, place = steps_of(endings, run, self.step_size), torch.arange(endings.horizon)
         first = own.gather(1, depth[copies][:, None])  # the reset step's number, counted in lines or blocks as the new endings suggest
-        endings.segment = torch.where(place < depth[copies][:, None], own.clamp(max=step[copies][:, None] - 1), own - first + step[copies][:, None])
+        endings.segment = torch.where(
+            place < depth[copies][:, None], own.clamp(max=step[copies][:, None] - 1), own - first + step[copies][:, None]
+        )
         endings.segment = torch.where(own >= 0, endings.segment, -1)
         endings.signals["reset_step"] = step[copies]
         endings.keep = suffix_mask(endings.segment, endings.mask, step[copies])

@@ -69,7 +69,9 @@ def sibling(reward: Float[Tensor, " N"], group: Int[Tensor, " N"], threshold: fl
     return torch.where(found < none, found, -1)
 
 
-def distill(student_logits: Logits, teacher_logits: Logits, mask: Tensor, distill: Int[Tensor, " N"], kappa: float = 0.5, beta_w: float = 1.0) -> Distillation:
+def distill(
+    student_logits: Logits, teacher_logits: Logits, mask: Tensor, distill: Int[Tensor, " N"], kappa: float = 0.5, beta_w: float = 1.0
+) -> Distillation:
     """Equations 3-5. `kappa` 0: KL(teacher || student); 1: KL(student || teacher); between: the Jensen-Shannon divergence of that skew.
 
     Nothing flows into the teacher or the weights. Outside the distilled tokens the logits may be anything.
@@ -123,7 +125,9 @@ class SiblingInContext:
     def can_show(self, batch: Batch, rows: Tensor, demo: Tensor, run: Run) -> Tensor:
         """Whether the longer context leaves room for the response. Raises ValueError for a policy that reads no text."""
         if not isinstance(batch.context, list):
-            raise ValueError(f"{run.method.name} shows a correct response in the prompt, which {type(run.policy).__name__} cannot read; take a language model")
+            raise ValueError(
+                f"{run.method.name} shows a correct response in the prompt, which {type(run.policy).__name__} cannot read; take a language model"
+            )
         limit = getattr(run.policy, "context_limit", None)
         length = [len(c) + batch.horizon for c in self.contexts(batch, rows, demo)]
         return torch.tensor([limit is None or n <= limit for n in length], dtype=torch.bool)
@@ -217,6 +221,6 @@ METHOD = GRPO.but(
     regularize=(RoutedDistillation(),),
     control=(MovingTeacher(),),
 )
-SDPO = METHOD.but(name="sdpo", summary="every response with a correct sibling is distilled, unweighted", credit=SampleRouted(route_all=True)).set(
-    "regularize.0.beta_w", 0.0
-)
+SDPO = METHOD.but(
+    name="sdpo", summary="every response with a correct sibling is distilled, unweighted", credit=SampleRouted(route_all=True)
+).set("regularize.0.beta_w", 0.0)

@@ -80,7 +80,12 @@ def standardized(advantage: PerStep) -> PerStep:
 
 
 def loss(
-    logp: Float[Tensor, "S T"], old_logp: Float[Tensor, "S T"], mask: Tensor, advantage: PerStep, clip_low: float = 0.2, clip_high: float = 0.2
+    logp: Float[Tensor, "S T"],
+    old_logp: Float[Tensor, "S T"],
+    mask: Tensor,
+    advantage: PerStep,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
 ) -> StepLoss:
     """Equation 7, one row a step: a mean over all rows, those without tokens included, of each row's token mean."""
     index = torch.where(mask.bool(), torch.arange(len(mask))[:, None], -1)
@@ -110,7 +115,7 @@ def sum_by_step(values: Float[Tensor, "N T"], index: Int[Tensor, "N T"], steps: 
 class Steps(NamedTuple):
     """The steps of a batch that the policy wrote at least one token of."""
 
-    index: Tensor  # [N,T] number of the token's step, -1 outside the mask
+    number: Tensor  # [N,T] number of the token's step, -1 outside the mask
     traj: Tensor  # [S] its row
     segment: Tensor  # [S] its segment
     order: Tensor  # [S] its number among the steps of the row, from 0
@@ -137,7 +142,7 @@ def step_rewards(batch: Batch, steps: Steps) -> PerStep:
     """Equation 1: the task's reward of each turn where it gives one, else the dense reward summed over the step's tokens."""
     if "turn_reward" in batch.signals:
         return batch.signals["turn_reward"][steps.traj, steps.segment]
-    return sum_by_step(dense_reward(batch), steps.index, len(steps.traj))
+    return sum_by_step(dense_reward(batch), steps.number, len(steps.traj))
 
 
 @dataclass
@@ -160,7 +165,11 @@ class StepGAE:
         found = returns_and_advantages(
             step_rewards(batch, steps), value[steps.start], steps.traj, steps.order, self.gamma, self.lam, self.normalize, self.after(batch, steps)
         )  # fmt: skip
-        table = torch.stack([found.advantage, found.returns])[:, steps.index.clamp(min=0)] if len(steps.traj) else value.new_zeros(2, *value.shape)
+        table = (
+            torch.stack([found.advantage, found.returns])[:, steps.number.clamp(min=0)]
+            if len(steps.traj)
+            else value.new_zeros(2, *value.shape)
+        )
         advantage, returns = torch.where(batch.mask, table, table.new_zeros(()))
         batch.signals["returns"] = returns
         return advantage
@@ -186,7 +195,7 @@ class StepClip:
     def __call__(self, batch: Batch, new: Signals, run: Run) -> Loss:
         assert batch.advantage is not None
         steps = steps_of(batch, batch.counted)
-        found = step_surrogate(new.logp, batch.logp, steps.index, batch.advantage, len(steps.traj), self.clip_low, self.clip_high)
+        found = step_surrogate(new.logp, batch.logp, steps.number, batch.advantage, len(steps.traj), self.clip_low, self.clip_high)
         ratio = found.log_ratio.detach().exp()
         return Loss(found.loss, ratio_metrics(ratio, 1 - self.clip_low, 1 + self.clip_high, torch.ones_like(ratio, dtype=torch.bool)))
 

@@ -40,7 +40,9 @@ def fitted_chain_value(truncation_ends_the_problem: bool, gamma: float = 0.9, li
     return float(value.mean())
 
 
-@claim("With truncation told apart from termination, the fitted value of an endless task watched for 10 steps at a time is 1/(1-gamma), within 5%")
+@claim(
+    "With truncation told apart from termination, the fitted value of an endless task watched for 10 steps at a time is 1/(1-gamma), within 5%"
+)
 def truncation_keeps_the_bootstrap() -> Evidence:
     measured = fitted_chain_value(truncation_ends_the_problem=False)
     return Evidence(round(measured, 3), "9.5 to 10.5", 9.5 <= measured <= 10.5)
@@ -97,7 +99,9 @@ def lambda_trades_bias_for_variance() -> Evidence:
     variance, bias = [s.variance for s in spreads], [s.bias for s in spreads]
     rises = all(a < b for a, b in zip(variance, variance[1:], strict=False))
     measured = {"variance": [round(v, 2) for v in variance], "bias": [round(b, 3) for b in bias]}
-    return Evidence(measured, "variance rises with lambda 0, 0.5, 0.9, 1; bias at 0 more than 3 times that at 1", rises and bias[0] > 3 * bias[3])
+    return Evidence(
+        measured, "variance rises with lambda 0, 0.5, 0.9, 1; bias at 0 more than 3 times that at 1", rises and bias[0] > 3 * bias[3]
+    )
 
 
 @ablation(lambda_trades_bias_for_variance, "the critic is right, so that there is no bias to trade")
@@ -131,7 +135,9 @@ def pendulum(seed: int, gamma: float = 0.99, tuned: bool = True) -> Learned:
 def pendulum_is_solved() -> Evidence:
     found = [pendulum(seed) for seed in (0, 1)]
     measured = {"before": round(fmean(f.before for f in found)), "after": [round(f.after) for f in found]}
-    return Evidence(measured, "after > -300 for both seeds, before < -1000", min(f.after for f in found) > -300 and measured["before"] < -1000)
+    return Evidence(
+        measured, "after > -300 for both seeds, before < -1000", min(f.after for f in found) > -300 and measured["before"] < -1000
+    )
 
 
 @ablation(pendulum_is_solved, "the target does not bootstrap (gamma 0)")
@@ -150,4 +156,3 @@ def entropy_is_held() -> Evidence:
 def entropy_without_tuning() -> Evidence:
     found = pendulum(0, tuned=False).entropy
     return Evidence(round(found, 2), f"within 0.3 of {TARGET_ENTROPY}", abs(found - TARGET_ENTROPY) < 0.3)
-

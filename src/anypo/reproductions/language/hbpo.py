@@ -1,4 +1,4 @@
-"""Claims of HBPO on len_arith, a problem whose answers need thinking tokens: easy prompts about 4, hard ones about 30 (32 prompts, half of them hard).
+"""Claims of HBPO on len_arith, a problem whose answers need thinking tokens: easy prompts about 4, hard ones about 30 (32 prompts, half hard).
 
 The policy is a table: logits over the lengths 2, 6, ..., 62 are f[difficulty] + g[budget], with g = 0 where no budget is told, so that what is
 learned under budgets reaches unprompted lengths through f. Lengths and accuracies are exact expectations without a budget."""
@@ -193,30 +193,30 @@ def bounded_without_cap() -> Evidence:
     return _bounded(False)
 
 
-def expected_rewards(policy: LengthTable) -> Tensor:
-    """[difficulty, budget] expected reward of the attempts told each budget."""
+def expected_rewards(policy: LengthTable, differentiated: bool) -> Tensor:
+    """[difficulty, budget] expected reward of the attempts told each budget; without `differentiated` a right answer counts 1."""
     found = torch.zeros(2, len(BUDGETS), dtype=torch.float64)
     for d in (0, 1):
         for k, budget in enumerate(BUDGETS):
-            told = torch.full_like(LENGTHS, budget)
-            value = reward(torch.ones_like(LENGTHS), LENGTHS, told, BETA, 1 / MAX_LEN, MAX_LEN) * chance(d, LENGTHS)
+            value = chance(d, LENGTHS)
+            if differentiated:
+                value = value * reward(torch.ones_like(LENGTHS), LENGTHS, torch.full_like(LENGTHS, budget), BETA, 1 / MAX_LEN, MAX_LEN)
             found[d, k] = policy.table()[d, k + 1].detach().exp() @ value
     return found
 
 
-def _ordered(steps_trained: bool) -> Evidence:
-    policies = [trained("HBPO", seed) for seed in range(3)] if steps_trained else [LengthTable()]
-    mean = torch.stack([expected_rewards(policy) for policy in policies]).mean(0)
+def _ordered(differentiated: bool) -> Evidence:
+    mean = torch.stack([expected_rewards(trained("HBPO", seed), differentiated) for seed in range(3)]).mean(0)
     easy, hard = ({b: round(float(v), 2) for b, v in zip(BUDGETS, row, strict=True)} for row in mean)
     holds = hard[32] > max(hard[8], hard[16]) + 0.1 and easy[8] > easy[32] + 0.1 and easy[32] > easy[40] + 0.1
     return Evidence({"easy": easy, "hard": hard}, "hard: 32 above 8 and 16; easy: 8 above 32 above 40, by 0.1", holds)
 
 
-@claim("after training the budget that pays is the large one on hard prompts and the small one on easy prompts", slow=True)
+@claim("after training the large budget pays most on hard prompts and the small one on easy prompts", slow=True)
 def budgets_pay_by_difficulty() -> Evidence:
     return _ordered(True)
 
 
-@ablation(budgets_pay_by_difficulty, "no training")
-def budgets_before_training() -> Evidence:
+@ablation(budgets_pay_by_difficulty, "a right answer counts 1, whatever its length and budget")
+def budgets_without_differentiated_reward() -> Evidence:
     return _ordered(False)

@@ -199,7 +199,7 @@ def final_success(method: Method, seed: int, steps: int = 60) -> tuple[float, fl
     run = Run(method, policy, task, steps=steps, seed=seed)
     while not run.finished:
         step(run)
-    seconds = [r["time"] for r in run.history]
+    seconds = [{name: t for name, t in r["time"].items() if name != "tokens_per_second"} for r in run.history]
     return task.expected_success(policy), fmean(t.get("probe", 0.0) / sum(t.values()) for t in seconds)
 
 

@@ -23,7 +23,7 @@ from anypo.run import Run
 from anypo.seams.credit import GroupRelative
 from anypo.task import Prompt
 
-PROMPTS, GROUP, MOST = 32, 8, 300
+PROMPTS, GROUP, MOST = 32, 8, 220
 STEP = 2.0 * PROMPTS  # the loss is a mean over all rows
 SEEDS = range(3)
 

@@ -127,7 +127,7 @@ def _faster(update_tracker: bool) -> Evidence:
     steps, silent = steps_needed(method if update_tracker else method.but(control=()))
     other, other_silent = grpo_steps()
     found = {
-        "SPO steps": steps, "of them offline": PROFILE_STEPS, "GRPO steps": other, "SPO rows without signal": round(silent, 4),
+        "SPO steps": steps, "offline beside": PROFILE_STEPS, "GRPO steps": other, "SPO rows without signal": round(silent, 4),
         "GRPO rows without signal": round(other_silent, 3),
     }  # fmt: skip
     return Evidence(found, "SPO, offline samples included, needs no more steps than GRPO (mean of 5 seeds)", steps + PROFILE_STEPS <= other)

@@ -67,8 +67,9 @@ class SpellPolicy(Policy):
             self.character = nn.Embedding(SPACE + 1, hidden)  # the space before a word is read first
             self.gru = nn.GRU(hidden, hidden, batch_first=True)
             self.output = nn.Linear(hidden, SPACE + 1)
-            self.critic = nn.Sequential(nn.Linear(SIDE * SIDE + FILLER + PLACES + 1, hidden), nn.Tanh(), nn.Linear(hidden, 1))
-        for layer in (self.output, self.critic[2]):
+            judge = nn.Linear(hidden, 1)
+            self.critic = nn.Sequential(nn.Linear(SIDE * SIDE + FILLER + PLACES + 1, hidden), nn.Tanh(), judge)
+        for layer in (self.output, judge):
             nn.init.zeros_(layer.weight)
             nn.init.zeros_(layer.bias)
         with torch.no_grad():

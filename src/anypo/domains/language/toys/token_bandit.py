@@ -235,7 +235,8 @@ class TokenBandit:
         return float(torch.stack(hits).mean())
 
     def evaluate(self, run: Run) -> dict[str, float]:
+        policy: Any = run.policy
         if self.reward_function is None and not self.partial:
-            return {"pass@1": self.expected_success(run.policy)}
+            return {"pass@1": self.expected_success(policy)}
         with torch.no_grad():
-            return {"reward": float(self.expected_reward(run.policy).mean())}
+            return {"reward": float(self.expected_reward(policy).mean())}

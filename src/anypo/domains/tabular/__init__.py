@@ -1,0 +1,1 @@
+"""Tabular: finite Markov decision processes in which every policy is evaluated exactly."""

@@ -1,0 +1,1 @@
+"""Methods for finite Markov decision processes, one file a paper."""

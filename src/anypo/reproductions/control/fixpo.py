@@ -1,0 +1,97 @@
+"""Claims of FixPO: no state ever leaves the trust region, the fixup costs few steps, the penalty alone nearly suffices, and CartPole is learned
+without a clip. Runs of 20 updates of 1024 steps (CartPole-v1) and 10 (Pendulum-v1), minibatches of 64."""
+
+from __future__ import annotations
+
+import functools
+from statistics import fmean
+from typing import NamedTuple
+
+import torch
+
+from anypo.batch import Batch
+from anypo.domains.control.setup import build
+from anypo.methods.control.fixpo import METHOD
+from anypo.reproduce import Evidence, ablation, claim
+from anypo.reproductions.common import train_on
+from anypo.run import Run
+
+EPS = 0.2
+SEEDS = (0, 1)
+
+
+class Seen(NamedTuple):
+    worst: list[float]  # largest KL of any state after every update
+    outside: list[float]  # share of states beyond eps after every update
+    fix_fraction: list[float]
+    final_return: float  # over held-out starts
+
+
+@functools.cache
+def watched(env: str, seed: int, fixup: str = "epoch", penalty: bool = True) -> Seen:
+    """A run, measured after every update on the very states of its batch. Without `penalty` the coefficient is 0 for good."""
+    torch.set_num_threads(1)
+    steps = 20 if env == "CartPole-v1" else 10
+    method = METHOD.set("update.minibatches", 16).set("update.fixup", fixup)
+    if not penalty:
+        method = method.set("objective.beta", 0.0).set("update.c_beta", 0.0)
+    policy, task = build(env, None, seed=seed, envs=8, horizon=128)
+
+    def look(run: Run, batch: Batch) -> tuple[float, float, float]:
+        kl = policy.observe(batch, {"kl_old"}).kl_old
+        return float(kl.max()), float((kl > EPS).double().mean()), run.history[-1]["fix_fraction"]
+
+    columns = zip(*train_on(method, policy, task, steps=steps, seed=seed, watch=look), strict=True)
+    return Seen(*(list(column) for column in columns), final_return=float(task.held_out(policy, 20)[0].mean()))  # type: ignore[attr-defined]
+
+
+def _guarantee(fixup: str) -> Evidence:
+    worst = {env: round(max(max(watched(env, seed, fixup).worst) for seed in SEEDS), 4) for env in ("CartPole-v1", "Pendulum-v1")}
+    return Evidence(worst, f"at most {EPS} (1 + 1e-6) after every update of both runs", max(worst.values()) <= EPS * (1 + 1e-6))
+
+
+@claim("After every update of a CartPole and of a Pendulum run, every state of the batch has a KL of at most 0.2 from the policy that acted", slow=True)
+def every_state_is_inside() -> Evidence:
+    return _guarantee("epoch")
+
+
+@ablation(every_state_is_inside, "no fixup")
+def without_fixup_states_leave() -> Evidence:
+    return _guarantee("off")
+
+
+@claim("The fixup phase takes fewer than 5% of the gradient steps on CartPole", slow=True)
+def fixup_is_cheap() -> Evidence:
+    share = fmean(fmean(watched("CartPole-v1", seed).fix_fraction[5:]) for seed in SEEDS)
+    return Evidence(round(share, 4), "below 0.05 on average after the first 5 updates", share < 0.05)
+
+
+def _nearly(penalty: bool) -> Evidence:
+    seeds = SEEDS if penalty else SEEDS[:1]
+    shares = [fmean(watched(env, seed, "off", penalty).outside) for env in ("CartPole-v1", "Pendulum-v1") for seed in seeds]
+    return Evidence([round(s, 5) for s in shares], "below 0.01 in every run of two environments and two seeds", max(shares) < 0.01)
+
+
+@claim("Without the fixup the penalty alone leaves fewer than 1% of the states outside the region", slow=True)
+def the_penalty_nearly_suffices() -> Evidence:
+    return _nearly(penalty=True)
+
+
+@ablation(the_penalty_nearly_suffices, "no penalty either")
+def nothing_holds_the_region() -> Evidence:
+    return _nearly(penalty=False)
+
+
+def _learns(penalty: bool) -> Evidence:
+    returns = [round(watched("CartPole-v1", seed, "epoch" if penalty else "off", penalty).final_return) for seed in SEEDS[: 2 if penalty else 1]]
+    return Evidence(returns, "at least 400 in 20480 steps, in both seeds", min(returns) >= 400)
+
+
+@claim("CartPole-v1 is learned to a return of 400 in 20480 steps without a clip", slow=True)
+def cartpole_without_a_clip() -> Evidence:
+    return _learns(penalty=True)
+
+
+@ablation(cartpole_without_a_clip, "neither penalty nor fixup in the clip's place")
+def cartpole_without_any_bound() -> Evidence:
+    return _learns(penalty=False)

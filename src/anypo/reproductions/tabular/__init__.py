@@ -1,0 +1,1 @@
+"""Claims of the tabular methods, one file a paper."""
