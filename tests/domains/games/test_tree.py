@@ -67,3 +67,15 @@ def test_the_critics_features_tell_all_cards_apart_and_the_actors_do_not():
 def test_unfit_games_are_refused(game, words):
     with pytest.raises(ValueError, match=words):
         compile_game(game)
+
+
+def test_the_average_policy_is_the_average_of_games():
+    tree = compile_game("kuhn_poker")
+    first, second, other = (random_policy(tree, seed) for seed in range(3))
+    mine = (tree.mover == 0)[:, None]
+
+    def against_other(policy):
+        return float(tree.values(torch.where(mine, policy, other))[0])
+
+    mean = (against_other(first) + against_other(second)) / 2
+    assert against_other(tree.average([first, second])) == pytest.approx(mean, abs=1e-12)

@@ -121,6 +121,27 @@ def test_each_part_gets_only_its_own_gradient() -> None:
             assert moved == (role == trained), (type(component).__name__, role)
 
 
+@pytest.mark.parametrize("wide", [False, True])
+def test_the_gradient_by_hand_is_that_of_autograd(wide: bool) -> None:
+    run = small_run()
+    step(run)
+    policy, part, loss_fn = run.policy, run.method.rollout.draw(run), run.loss_fn
+    with torch.no_grad():  # with `wide`, some standard deviations reach their bound
+        policy.actor_network.layers[-1].weight.mul_(600 if wide else 30)
+    part.advantage = run.method.credit(part, run)
+    assert loss_fn.has_gradient
+    results = []
+    for by_hand in (True, False):
+        loss_fn.has_gradient = by_hand
+        policy.zero_grad()
+        loss = policy.backward(part, loss_fn.needs, loss_fn)
+        results.append((float(loss.value), loss.metrics, [p.grad.clone() for p in policy.parameters() if p.requires_grad]))
+    (value, metrics, ours), (theirs_value, theirs_metrics, theirs) = results
+    assert value == pytest.approx(theirs_value, rel=1e-4) and metrics == pytest.approx(theirs_metrics, rel=1e-4)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-3)
+
+
 def test_training_moves_everything_and_targets_follow_slowly() -> None:
     run = small_run()
     policy: SquashedGaussianActorCritic = run.policy  # type: ignore[assignment]

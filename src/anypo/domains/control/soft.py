@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from anypo.batch import Batch
 from anypo.domains.control.envs import Spaces
-from anypo.domains.control.perceptron import Moments, Network
+from anypo.domains.control.perceptron import Moments, Network, add_gradient
 from anypo.domains.control.policy import HALF_LOG_TWO_PI, EnvironmentPolicy
-from anypo.policy import Signals
+from anypo.policy import Loss, Signals
 
 ATANH_LIMIT = 1 - 1e-6  # logged actions this close to the bounds are taken for the bound's neighbour
 
@@ -46,6 +46,34 @@ class TwinCritic(nn.Module):
             if i + 1 < len(self.weights):
                 hidden = torch.relu(hidden)
         return hidden.squeeze(-1)
+
+
+    def trace(self, x: NDArray) -> list[NDArray]:
+        """The input [B,I], every hidden layer [2,B,H] and the output [2,B,1], in NumPy, for `pull`."""
+        layers = [x]
+        for weight, bias in self._views():
+            layers.append(np.matmul(layers[-1], weight))
+            layers[-1] += bias
+            if len(layers) <= len(self.weights):
+                np.maximum(layers[-1], 0, out=layers[-1])
+        return layers
+
+    def pull(self, layers: list[NDArray], gradient: NDArray, into_weights: bool) -> NDArray:
+        """From the outputs' gradient [2,B,1]: added to the weights' `.grad`, or as the gradient in the input [B,I]. The other half is not computed."""
+        views = self._views()
+        for i in range(len(views) - 1, -1, -1):
+            if into_weights:
+                before = layers[i].swapaxes(-1, -2)
+                add_gradient(self.weights[i], np.matmul(before, gradient))
+                add_gradient(self.biases[i], gradient.sum(1, keepdims=True))
+            if i or not into_weights:
+                gradient = np.matmul(gradient, views[i][0].swapaxes(-1, -2))
+            if i:
+                gradient *= layers[i] > 0
+        return gradient.sum(0)
+
+    def _views(self) -> list[tuple[NDArray, NDArray]]:
+        return [(w.detach().numpy(), b.detach().numpy()) for w, b in zip(self.weights, self.biases, strict=True)]
 
 
 class SquashedGaussianActorCritic(EnvironmentPolicy):
@@ -128,12 +156,40 @@ class SquashedGaussianActorCritic(EnvironmentPolicy):
             signals.update(self._following(batch, shape))
         return signals
 
-    @torch.no_grad()
     def _following(self, batch: Batch, shape: torch.Size) -> dict[str, Tensor]:
-        observation = self.normalize(batch.signal("next_context")).flatten(0, 1)
-        action, logp = squash(*self.distribution(observation), batch.signal("next_noise").flatten(0, 1))
-        q = self.target_critic(torch.cat([observation, action], dim=1))
-        return {"next_q": self._pairs(q, shape), "next_logp": logp.view(shape)}
+        observation = self.normalize(batch.signal("next_context")).flatten(0, 1).numpy()
+        mean, log_std = np.split(self.actor_network.trace(observation)[-1], 2, axis=1)
+        action, logp = squash_arrays(mean, log_std.clip(*self.log_std_bounds), batch.signal("next_noise").flatten(0, 1).numpy())
+        q = torch.from_numpy(self.target_critic.trace(np.concatenate([observation, action], axis=1))[-1])
+        return {"next_q": self._pairs(q.squeeze(-1), shape), "next_logp": torch.from_numpy(logp).view(shape)}
+
+    def backward(self, batch: Batch, needs: Set[str], loss_fn: Any, recorded: Signals | None = None) -> Loss:
+        """The same gradient as by autograd; by hand in NumPy where the loss knows its own in closed form, as SAC's does."""
+        if not getattr(loss_fn, "has_gradient", False) or not needs == {"q", "q_new", "logp_new", "log_temperature"}:
+            return super().backward(batch, needs, loss_fn, recorded)
+        observation = self.normalize(batch.context).flatten(0, 1).numpy()
+        noise = batch.signal("noise").flatten(0, 1).numpy()
+        critics = self.critic.trace(np.concatenate([observation, batch.action.flatten(0, 1).numpy()], axis=1))
+        actor = self.actor_network.trace(observation)
+        mean, log_std = np.split(actor[-1], 2, axis=1)
+        bounded = log_std.clip(*self.log_std_bounds)
+        action, logp = squash_arrays(mean, bounded, noise)
+        fresh = self.critic.trace(np.concatenate([observation, action], axis=1))
+        shape = (*batch.mask.shape, 2)
+        arrays = {"q": critics[-1].T.reshape(shape), "q_new": fresh[-1].T.reshape(shape), "logp_new": logp.reshape(shape[:2])}
+        arrays["log_temperature"] = np.full(shape[:2], self.log_temperature.item(), dtype=np.float32)
+        found = loss_fn.gradient(batch, arrays)
+        if found is None:
+            return super().backward(batch, needs, loss_fn, recorded)
+        slopes = found.signals
+        self.critic.pull(critics, slopes["q"].reshape(-1, 2).T[..., None], into_weights=True)
+        by_action = self.critic.pull(fresh, slopes["q_new"].reshape(-1, 2).T[..., None], into_weights=False)[:, observation.shape[1] :]
+        by_logp = slopes["logp_new"].reshape(-1, 1)
+        by_x = by_action * (1 - action * action) + by_logp * (2 * action)  # the log-density grows by 2 tanh(x) with x
+        by_log_std = (by_x * np.exp(bounded) * noise - by_logp) * (bounded == log_std)
+        self.actor_network.accumulate(actor, np.concatenate([by_x, by_log_std], axis=1))
+        add_gradient(self.log_temperature, np.asarray(slopes["log_temperature"].sum(), dtype=np.float32))
+        return Loss(torch.tensor(found.value), found.metrics)
 
     def _pairs(self, q: Float[Tensor, "2 M"], shape: torch.Size) -> Float[Tensor, "N T 2"]:
         return q.T.view(*shape, 2)
@@ -167,6 +223,13 @@ def squash(mean: Tensor, log_std: Tensor, noise: Tensor) -> tuple[Tensor, Tensor
     x = mean + log_std.exp() * noise
     change = 2 * (math.log(2) - x - nn.functional.softplus(-2 * x))
     return torch.tanh(x), -(0.5 * noise * noise + (log_std + HALF_LOG_TWO_PI) + change).sum(-1)
+
+
+def squash_arrays(mean: NDArray, log_std: NDArray, noise: NDArray) -> tuple[NDArray, NDArray]:
+    """`squash` in NumPy."""
+    x = mean + np.exp(log_std) * noise
+    change = 2 * (math.log(2) - x - np.logaddexp(0, -2 * x))
+    return np.tanh(x), -(0.5 * noise * noise + (log_std + HALF_LOG_TWO_PI) + change).sum(1)
 
 
 def stored_logp(action: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:

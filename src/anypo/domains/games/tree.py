@@ -83,6 +83,25 @@ class GameTree:
         """Mean over the seats of what a best answer gains; 0 at an equilibrium."""
         return (self.best_response(policy, 0) + self.best_response(policy, 1)) / 2
 
+    def own_reach(self, policy: PolicyTable) -> Float[Tensor, " I"]:
+        """Probability that the mover's own moves lead to each information set, when chance and the other seat allow it."""
+        branch, found = self.branch_probability(policy), torch.zeros(len(self.names), dtype=torch.float64)
+        for player in (0, 1):
+            counted, reach = torch.where((self.player == player)[:, None], branch, 1.0), torch.ones_like(self.payoff)
+            for level in self.levels:
+                there = self._exists(level)
+                reach[self.child[level][there]] = (reach[level][:, None] * counted[level])[there]
+            nodes = self.player == player
+            found[self.infoset[nodes]] = reach[nodes]
+        return found
+
+    def average(self, policies: list[PolicyTable]) -> PolicyTable:
+        """The policy that plays as one of these drawn at random before each game: their mean, weighted by each one's own reach."""
+        weights = [self.own_reach(policy)[:, None] for policy in policies]
+        total = sum(weights)
+        mixed = sum(w * policy for w, policy in zip(weights, policies, strict=True)) / total.clamp(min=1e-300)  # type: ignore[union-attr]
+        return torch.where(total > 0, mixed, sum(policies) / len(policies))  # type: ignore[operator]
+
     def play(self, policy: PolicyTable, games: int, generator: torch.Generator) -> tuple[Int[Tensor, "N D"], Int[Tensor, "N D"]]:
         """Nodes passed and branches taken, from the root to an end (shorter games stay at their end)."""
         branch, node = self.branch_probability(policy), torch.zeros(games, dtype=torch.int64)

@@ -11,14 +11,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Float
+from numpy.typing import NDArray
 from torch import Tensor
 
 from anypo.batch import Batch
 from anypo.domains.control.soft import squash
 from anypo.method import Method, Paper
-from anypo.policy import Loss, Signals
+from anypo.policy import Gradient, Loss, Signals
 from anypo.seams.replay import Replay
 from anypo.seams.reward import TaskReward
 from anypo.seams.select import UniformPrompts
@@ -120,6 +122,15 @@ class SoftActor:
         loss = actor_loss(_twins(new.q_new), new.logp_new.flatten(), alpha)
         return Loss(loss, {"actor_loss": float(loss.detach()), "entropy": -float(new.logp_new.detach().mean())})
 
+    def gradient(self, batch: Batch, new: dict[str, NDArray], run: Run) -> Gradient:
+        """In closed form: alpha / B for log-probs, -1 / B for the smaller of the twins."""
+        q, logp, alpha = new["q_new"], new["logp_new"], float(np.exp(new["log_temperature"][0, 0]))
+        first = (q[..., :1] <= q[..., 1:]).astype(q.dtype)
+        smaller = np.concatenate([first, 1 - first], axis=-1)
+        loss = (alpha * float(logp.sum()) - float((q * smaller).sum())) / logp.size
+        slopes = {"q_new": smaller / -logp.size, "logp_new": np.full_like(logp, alpha / logp.size)}
+        return Gradient(loss, slopes, {"actor_loss": loss, "entropy": -float(logp.mean())})
+
 
 @dataclass
 class TwinCritics:
@@ -132,6 +143,13 @@ class TwinCritics:
         loss = critic_loss(_twins(new.q), batch.advantage.flatten())
         return Loss(loss, {"critic_loss": float(loss.detach()), "q": float(new.q.detach().mean())})
 
+    def gradient(self, batch: Batch, new: dict[str, NDArray], run: Run) -> Gradient:
+        """In closed form: 2 (Q - target) / B."""
+        assert batch.advantage is not None
+        error = new["q"] - batch.advantage.numpy()[..., None]
+        loss = float((error * error).sum()) / len(error)
+        return Gradient(loss, {"q": error * (2 / len(error))}, {"critic_loss": loss, "q": float(new["q"].mean())})
+
 
 @dataclass
 class Temperature:
@@ -142,9 +160,18 @@ class Temperature:
     needs = frozenset({"logp_new", "log_temperature"})
 
     def __call__(self, batch: Batch, new: Signals, run: Run) -> Loss:
-        target = -float(batch.action.shape[-1]) if self.target_entropy is None else self.target_entropy
         alpha = new.log_temperature[0, 0].exp()
-        return Loss(temperature_loss(new.logp_new.flatten(), alpha, target), {"temperature": float(alpha.detach())})
+        return Loss(temperature_loss(new.logp_new.flatten(), alpha, self._target(batch)), {"temperature": float(alpha.detach())})
+
+    def gradient(self, batch: Batch, new: dict[str, NDArray], run: Run) -> Gradient:
+        """In closed form: the loss is its own derivative in log alpha."""
+        alpha = float(np.exp(new["log_temperature"][0, 0]))
+        loss = -alpha * (float(new["logp_new"].mean()) + self._target(batch))
+        slope = np.full_like(new["log_temperature"], loss / new["log_temperature"].size)
+        return Gradient(loss, {"log_temperature": slope}, {"temperature": alpha})
+
+    def _target(self, batch: Batch) -> float:
+        return -float(batch.action.shape[-1]) if self.target_entropy is None else self.target_entropy
 
 
 @dataclass

@@ -169,5 +169,5 @@ METHOD = PPO.but(
     select=UniformPrompts(prompts=1, group_size=1024),
     credit=QBoosting(),
     regularize=(QRegression(), FadingEntropy()),
-    update=GradientSteps(epochs=4, minibatches=4, learning_rate=3e-4, value_learning_rate=1e-3, optimizer="adam", max_grad_norm=0.5),
+    update=GradientSteps(epochs=4, minibatches=1, learning_rate=3e-4, value_learning_rate=1e-3, optimizer="adam", max_grad_norm=0.5),
 )
