@@ -105,7 +105,10 @@ class Policy(nn.Module):
     @torch.no_grad()
     def observe(self, batch: Batch, needs: Set[str]) -> Signals:
         """`evaluate` without a graph, chunk by chunk."""
-        parts = [(rows, self.evaluate(batch[rows], needs)) for rows in self.chunks(batch)]
+        pieces = list(self.chunks(batch))
+        if len(pieces) == 1 and torch.equal(pieces[0], torch.arange(len(batch))):
+            return self.evaluate(batch, needs)
+        parts = [(rows, self.evaluate(batch[rows], needs)) for rows in pieces]
         return _assemble(parts, len(batch))
 
     def backward(self, batch: Batch, needs: Set[str], loss_fn: LossFunction, recorded: Signals | None = None) -> Loss:

@@ -35,18 +35,18 @@ class TwinCritic(nn.Module):
             bound = 1 / math.sqrt(inputs)
             self.weights.append(nn.Parameter(torch.empty(2, inputs, outputs).uniform_(-bound, bound)))
             self.biases.append(nn.Parameter(torch.empty(2, 1, outputs).uniform_(-bound, bound)))
+        self.layers = list(zip(self.weights, self.biases, strict=True))  # the same parameters, without the lists' slow access
 
     def forward(self, x: Float[Tensor, "B I"], *, frozen: bool = False) -> Float[Tensor, "2 B"]:
         """`frozen`: no gradient reaches the weights, only the input."""
         hidden = x.expand(2, *x.shape)
-        for i, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
+        for i, (weight, bias) in enumerate(self.layers):
             if frozen:
                 weight, bias = weight.detach(), bias.detach()
             hidden = torch.baddbmm(bias, hidden, weight)
-            if i + 1 < len(self.weights):
+            if i + 1 < len(self.layers):
                 hidden = torch.relu(hidden)
         return hidden.squeeze(-1)
-
 
     def trace(self, x: NDArray) -> list[NDArray]:
         """The input [B,I], every hidden layer [2,B,H] and the output [2,B,1], in NumPy, for `pull`."""
@@ -54,7 +54,7 @@ class TwinCritic(nn.Module):
         for weight, bias in self._views():
             layers.append(np.matmul(layers[-1], weight))
             layers[-1] += bias
-            if len(layers) <= len(self.weights):
+            if len(layers) <= len(self.layers):
                 np.maximum(layers[-1], 0, out=layers[-1])
         return layers
 
@@ -64,8 +64,8 @@ class TwinCritic(nn.Module):
         for i in range(len(views) - 1, -1, -1):
             if into_weights:
                 before = layers[i].swapaxes(-1, -2)
-                add_gradient(self.weights[i], np.matmul(before, gradient))
-                add_gradient(self.biases[i], gradient.sum(1, keepdims=True))
+                add_gradient(self.layers[i][0], np.matmul(before, gradient))
+                add_gradient(self.layers[i][1], gradient.sum(1, keepdims=True))
             if i or not into_weights:
                 gradient = np.matmul(gradient, views[i][0].swapaxes(-1, -2))
             if i:
@@ -73,7 +73,7 @@ class TwinCritic(nn.Module):
         return gradient.sum(0)
 
     def _views(self) -> list[tuple[NDArray, NDArray]]:
-        return [(w.detach().numpy(), b.detach().numpy()) for w, b in zip(self.weights, self.biases, strict=True)]
+        return [(w.detach().numpy(), b.detach().numpy()) for w, b in self.layers]
 
 
 class SquashedGaussianActorCritic(EnvironmentPolicy):
@@ -158,7 +158,7 @@ class SquashedGaussianActorCritic(EnvironmentPolicy):
 
     def _following(self, batch: Batch, shape: torch.Size) -> dict[str, Tensor]:
         observation = self.normalize(batch.signal("next_context")).flatten(0, 1).numpy()
-        mean, log_std = np.split(self.actor_network.trace(observation)[-1], 2, axis=1)
+        mean, log_std = _halves(self.actor_network.trace(observation)[-1])
         action, logp = squash_arrays(mean, log_std.clip(*self.log_std_bounds), batch.signal("next_noise").flatten(0, 1).numpy())
         q = torch.from_numpy(self.target_critic.trace(np.concatenate([observation, action], axis=1))[-1])
         return {"next_q": self._pairs(q.squeeze(-1), shape), "next_logp": torch.from_numpy(logp).view(shape)}
@@ -171,7 +171,7 @@ class SquashedGaussianActorCritic(EnvironmentPolicy):
         noise = batch.signal("noise").flatten(0, 1).numpy()
         critics = self.critic.trace(np.concatenate([observation, batch.action.flatten(0, 1).numpy()], axis=1))
         actor = self.actor_network.trace(observation)
-        mean, log_std = np.split(actor[-1], 2, axis=1)
+        mean, log_std = _halves(actor[-1])
         bounded = log_std.clip(*self.log_std_bounds)
         action, logp = squash_arrays(mean, bounded, noise)
         fresh = self.critic.trace(np.concatenate([observation, action], axis=1))
@@ -197,7 +197,9 @@ class SquashedGaussianActorCritic(EnvironmentPolicy):
     def move_targets(self, rate: float) -> None:
         """Target critics <- (1 - rate) * themselves + rate * the critics (Polyak averaging)."""
         with torch.no_grad():
-            torch._foreach_lerp_(list(self.target_critic.parameters()), list(self.critic.parameters()), rate)
+            torch._foreach_lerp_(
+                [p for pair in self.target_critic.layers for p in pair], [p for pair in self.critic.layers for p in pair], rate
+            )
 
     def noise(self, rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.float32]:
         return rng.standard_normal((*shape, self.spaces.action_size), dtype=np.float32)
@@ -206,7 +208,7 @@ class SquashedGaussianActorCritic(EnvironmentPolicy):
         network, normalize, low, high = self.actor_network.as_arrays(), self._normalizer(), *self.log_std_bounds
 
         def act(observation: NDArray, noise: NDArray | None) -> NDArray:
-            mean, log_std = np.split(network(normalize(observation)), 2, axis=-1)
+            mean, log_std = _halves(network(normalize(observation)))
             return np.tanh(mean if noise is None else mean + noise * np.exp(log_std.clip(low, high)))
 
         return act
@@ -216,6 +218,11 @@ class SquashedGaussianActorCritic(EnvironmentPolicy):
 
     def from_environment(self, action: NDArray) -> NDArray:
         return ((action - self.centre) / self.reach).clip(-1, 1).astype(np.float32)
+
+
+def _halves(x: NDArray) -> tuple[NDArray, NDArray]:
+    middle = x.shape[1] // 2
+    return x[:, :middle], x[:, middle:]
 
 
 def squash(mean: Tensor, log_std: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from anypo.reproduce import Evidence, ablation, claim
 from anypo.reproductions.common import on_cartpole
 
 EPISODES, HORIZON = 20_000, 3
-REWARD = torch.tensor([[0.0, 1.0], [0.5, -0.5]], dtype=torch.float64)  # [state, action]
+REWARD = torch.tensor([[0.0, 1.0], [-0.5, 0.5]], dtype=torch.float64)  # [state, action]
 GO_TO_1 = torch.tensor([[0.2, 0.7], [0.4, 0.9]], dtype=torch.float64)  # chance that the next state is 1
 LOGITS = torch.tensor([[0.3, -0.2], [-0.4, 0.1]], dtype=torch.float64)
 

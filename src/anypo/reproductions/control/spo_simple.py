@@ -30,7 +30,7 @@ def _ascend(start: float, advantage: float, method: str) -> float:
         ratio = ratio.detach().requires_grad_()
         value = objective(ratio, a, EPS) if method == "spo" else clipped(ratio, a, 1 - EPS, 1 + EPS)
         ratio = ratio + 0.01 * torch.autograd.grad(value.sum(), ratio)[0]
-    return float(ratio)
+    return float(ratio.detach())
 
 
 def _dynamics(method: str) -> Evidence:
