@@ -14,7 +14,10 @@ def random_policy(tree, seed=0):
 
 
 def as_openspiel(tree, table):
-    rows = {name: [(a, float(row[a])) for a in legal.nonzero().flatten().tolist()] for name, row, legal in zip(tree.names, table, tree.legal, strict=True)}
+    rows = {
+        name: [(a, float(row[a])) for a in legal.nonzero().flatten().tolist()]
+        for name, row, legal in zip(tree.names, table, tree.legal, strict=True)
+    }
     return rows
 
 
@@ -63,7 +66,9 @@ def test_the_critics_features_tell_all_cards_apart_and_the_actors_do_not():
     assert len(torch.unique(tree.seen, dim=0)) == len(tree.names)
 
 
-@pytest.mark.parametrize(("game", "words"), [("no_such_game", "no game"), ("matching_pennies_3p", "two-player"), ("matrix_rps", "moves in turn")])
+@pytest.mark.parametrize(
+    ("game", "words"), [("no_such_game", "no game"), ("matching_pennies_3p", "two-player"), ("matrix_rps", "moves in turn")]
+)
 def test_unfit_games_are_refused(game, words):
     with pytest.raises(ValueError, match=words):
         compile_game(game)

@@ -92,9 +92,13 @@ def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor])
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize("way", ["direct", "modules"])
 @pytest.mark.parametrize("which", list(BATCHES))
-def test_signals_and_gradients_equal_those_of_plain_rows(kind: str, which: str) -> None:
+def test_signals_and_gradients_equal_those_of_plain_rows(kind: str, way: str, which: str) -> None:
     batch, subject, model = BATCHES[which], policy(kind), tiny(kind)
+    assert (subject.network.direct is None) == (kind == "mistral")
+    if way == "modules":
+        subject.network.direct = None
     weight = torch.randn(batch.mask.shape, generator=torch.Generator().manual_seed(1))
     found = subject.evaluate(batch, {"logp", "entropy", "hidden"})
     expected = plain(model, batch)
@@ -126,7 +130,7 @@ def test_the_chunked_backward_pass_is_exact_whatever_the_budget(kind: str, budge
 
 def test_shared_tokens_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     subject, seen = policy(), []
-    subject.network.body.register_forward_pre_hook(lambda _, __, kwargs: seen.append(kwargs["input_ids"].numel()), with_kwargs=True)
+    subject.network.body.embed_tokens.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].numel()))
     subject.evaluate(TREE, {"logp"})
     assert seen == [4 + 3 + 1 + 1 + 2 + 1]  # prompt; 8 9 10; 12; 14; 20 21; 22: what predicts nothing is not read
 
@@ -205,13 +209,13 @@ def test_a_snapshot_stays_behind() -> None:
     assert not torch.allclose(subject.evaluate(GROUPS, {"logp"}).logp, before)
 
 
-def test_gradient_checkpointing_changes_nothing() -> None:
-    for kind in (False, True):
-        subject = policy(gradient_checkpointing=kind)
+@pytest.mark.parametrize("way", ["direct", "modules"])
+def test_gradient_checkpointing_changes_nothing(way: str) -> None:
+    plainly, sparingly = policy(), policy(gradient_checkpointing=True)
+    for subject in (plainly, sparingly):
+        subject.network.direct = subject.network.direct if way == "direct" else None
         subject.evaluate(GROUPS, {"logp"}).logp.sum().backward()
-        found = gradients(subject.model)
-        expected = found if not kind else expected
-        assert_same_gradients(found, expected)
+    assert_same_gradients(gradients(sparingly.model), gradients(plainly.model))
 
 
 def test_a_biased_head_is_read_with_its_bias() -> None:

@@ -98,7 +98,7 @@ def test_frequencies_follow_the_tempered_distribution() -> None:
 
 def test_a_prompt_is_read_once_for_all_its_samples() -> None:
     network = sampler.Network(tiny())
-    assert network.make_decoder() is not None
+    assert network.direct is not None
     sizes: list[int] = []
     network.body.embed_tokens.register_forward_pre_hook(lambda _, inputs: sizes.append(inputs[0].numel()))
     sample(network, PROMPTS, 4, max_tokens=3, generator=torch.Generator(), eos_ids=())
@@ -107,7 +107,7 @@ def test_a_prompt_is_read_once_for_all_its_samples() -> None:
 
 def test_finished_rows_are_not_computed() -> None:
     network, sizes = sampler.Network(tiny()), []
-    assert network.make_decoder() is not None
+    assert network.direct is not None
     network.body.embed_tokens.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
     found = draw(network)
     running = [int(found.valid[:, t].sum()) for t in range(1, found.valid.shape[1])]
@@ -118,8 +118,8 @@ def test_finished_rows_are_not_computed() -> None:
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_the_direct_step_and_the_model_itself_draw_the_same(kind: str) -> None:
     direct, by_modules = sampler.Network(tiny(kind)), sampler.Network(tiny(kind))
-    by_modules.decodes_directly = False
-    assert direct.make_decoder() is not None
+    by_modules.direct = None
+    assert direct.direct is not None
     first, second = draw(direct), draw(by_modules)
     assert torch.equal(first.tokens, second.tokens)
     torch.testing.assert_close(first.logp, second.logp, atol=1e-4, rtol=0)
@@ -130,7 +130,7 @@ def test_adapters_are_sampled_with() -> None:
     for name, parameter in policy.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.5)
-    assert policy.network.make_decoder() is None
+    assert policy.network.direct is None
     found = draw(policy.network)
     signals = policy.evaluate(as_batch(found, torch.ones(10)), {"logp"})
     torch.testing.assert_close(signals.logp.detach(), found.logp, atol=1e-4, rtol=0)

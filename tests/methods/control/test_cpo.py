@@ -128,7 +128,9 @@ def test_with_a_high_limit_it_steps_as_trpo() -> None:
     from anypo.methods.control.trpo import TrustRegionStep
 
     update = free.method.update
-    object.__setattr__(plain, "method", plain.method.but(update=TrustRegionStep(**{n: getattr(update, n) for n in TrustRegionStep.__dataclass_fields__})))
+    object.__setattr__(
+        plain, "method", plain.method.but(update=TrustRegionStep(**{n: getattr(update, n) for n in TrustRegionStep.__dataclass_fields__}))
+    )
     step(free), step(plain)
     for a, b in zip(free.policy.parameters(), plain.policy.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)

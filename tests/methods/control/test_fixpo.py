@@ -36,7 +36,10 @@ def test_the_loss_is_ppos_fixed_kl_variant_and_without_beta_the_policy_gradient(
     a, kl = torch.randn_like(rows.logp), torch.rand_like(rows.logp)
     for beta in (0.0, 0.7):
         logp, other = rows.logp.clone().requires_grad_(), rows.logp.clone().requires_grad_()
-        mine, theirs = primary_loss(logp, rows.old_logp, a, kl, rows.mask, beta), kl_penalty_loss(other, rows.old_logp, a, kl, rows.mask, beta)
+        mine, theirs = (
+            primary_loss(logp, rows.old_logp, a, kl, rows.mask, beta),
+            kl_penalty_loss(other, rows.old_logp, a, kl, rows.mask, beta),
+        )
         torch.testing.assert_close(mine.loss, theirs)
         torch.testing.assert_close(gradient(mine, logp), gradient(theirs, other))
 

@@ -103,7 +103,9 @@ def test_with_one_minibatch_the_step_is_along_the_natural_gradient() -> None:
     moved = torch.cat([p.detach().flatten() for p in policy_parameters(run.policy)]) - before
     from anypo.methods.control.rat import normalized
 
-    exact = transformed_advantages(per_sample_scores(policy.requires_grad_(True), batch), normalized(batch.advantage.flatten()), torch.ones(len(batch)), 0.1)
+    exact = transformed_advantages(
+        per_sample_scores(policy.requires_grad_(True), batch), normalized(batch.advantage.flatten()), torch.ones(len(batch)), 0.1
+    )
     assert torch.cosine_similarity(moved, exact.natural_gradient, dim=0) > 0.9999
 
 

@@ -63,7 +63,9 @@ def test_one_importance_sample_is_a_one_sample_bound() -> None:
     normal = torch.distributions.Normal
     z = mean + log_std.exp() * eps[:, 0]
     wanted = normal(decoded[:, 0], math.sqrt(0.125)).log_prob(action).sum(1) + normal(0.0, 1.0).log_prob(z).sum(1)
-    torch.testing.assert_close(importance_loglik(mean, log_std, eps, decoded, action), wanted - normal(mean, log_std.exp()).log_prob(z).sum(1))
+    torch.testing.assert_close(
+        importance_loglik(mean, log_std, eps, decoded, action), wanted - normal(mean, log_std.exp()).log_prob(z).sum(1)
+    )
 
 
 def test_the_training_loss_is_the_bound_in_other_units() -> None:
@@ -78,7 +80,9 @@ def test_a_linear_gaussian_decoder_has_the_exact_density_as_its_limit() -> None:
     weight, action, v = numbers(2, 4), numbers(6, 2, seed=1), 0.125
     mean, log_std = torch.zeros(6, 4, dtype=torch.float64), torch.zeros(6, 4, dtype=torch.float64)
     eps = numbers(6, 200_000, 4, seed=2)
-    exact = torch.distributions.MultivariateNormal(torch.zeros(2, dtype=torch.float64), weight @ weight.T + v * torch.eye(2, dtype=torch.float64))
+    exact = torch.distributions.MultivariateNormal(
+        torch.zeros(2, dtype=torch.float64), weight @ weight.T + v * torch.eye(2, dtype=torch.float64)
+    )
     found = importance_loglik(mean, log_std, eps, eps @ weight.T, action, 4 * v)
     torch.testing.assert_close(found, exact.log_prob(action), atol=0.05, rtol=0)
 

@@ -3,15 +3,15 @@ import torch
 
 pytest.importorskip("pyspiel")
 
-from anypo import api  # noqa: E402
-from anypo.domains.games.policy import GamePolicy  # noqa: E402
-from anypo.domains.games.tasks import SelfPlay, play  # noqa: E402
-from anypo.domains.games.tree import compile_game  # noqa: E402
-from anypo.loops.on_policy import step, train  # noqa: E402
-from anypo.methods.control.ppo import METHOD as PPO  # noqa: E402
-from anypo.methods.games.vrpo import METHOD, SelfPlayGAE, advantages, expected_value, gae_comparison, kuhn_payoff, q_loss  # noqa: E402
-from anypo.run import Run  # noqa: E402
-from anypo.seams.regularize import ValueLoss  # noqa: E402
+from anypo import api
+from anypo.domains.games.policy import GamePolicy
+from anypo.domains.games.tasks import SelfPlay, play
+from anypo.domains.games.tree import compile_game
+from anypo.loops.on_policy import step, train
+from anypo.methods.control.ppo import METHOD as PPO
+from anypo.methods.games.vrpo import METHOD, SelfPlayGAE, advantages, expected_value, gae_comparison, kuhn_payoff, q_loss
+from anypo.run import Run
+from anypo.seams.regularize import ValueLoss
 
 SMALL = METHOD.set("select.group_size", 32)
 
@@ -69,7 +69,16 @@ def test_an_exact_critic_leaves_no_noise_at_any_lambda(kuhn, lam):
     q, policy = kuhn.action_values(table)[batch.context], table[kuhn.infoset[batch.context]]
     sign = batch.signals["mover_sign"]
     found = advantages(
-        batch.signals["payoff"].double(), batch.terminated.double(), batch.mask.double(), sign, q, policy, batch.action, torch.zeros(200).double(), 1.0, lam
+        batch.signals["payoff"].double(),
+        batch.terminated.double(),
+        batch.mask.double(),
+        sign,
+        q,
+        policy,
+        batch.action,
+        torch.zeros(200).double(),
+        1.0,
+        lam,
     )
     taken = q.gather(-1, batch.action[..., None])[..., 0]
     torch.testing.assert_close(found.advantages, sign * (taken - expected_value(q, policy)) * batch.mask)

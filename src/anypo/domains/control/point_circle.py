@@ -53,4 +53,4 @@ class PointCircle(gymnasium.Env):
 
 
 if "PointCircle-v0" not in gymnasium.registry:
-    gymnasium.register("PointCircle-v0", entry_point=PointCircle)
+    gymnasium.register("PointCircle-v0", entry_point="anypo.domains.control.point_circle:PointCircle")

@@ -165,7 +165,8 @@ class SquashedGaussianActorCritic(EnvironmentPolicy):
 
     def backward(self, batch: Batch, needs: Set[str], loss_fn: Any, recorded: Signals | None = None) -> Loss:
         """The same gradient as by autograd; by hand in NumPy where the loss knows its own in closed form, as SAC's does."""
-        if not getattr(loss_fn, "has_gradient", False) or not needs == {"q", "q_new", "logp_new", "log_temperature"}:
+        by_hand = type(self).evaluate is SquashedGaussianActorCritic.evaluate and getattr(loss_fn, "has_gradient", False)
+        if not by_hand or needs != {"q", "q_new", "logp_new", "log_temperature"}:
             return super().backward(batch, needs, loss_fn, recorded)
         observation = self.normalize(batch.context).flatten(0, 1).numpy()
         noise = batch.signal("noise").flatten(0, 1).numpy()

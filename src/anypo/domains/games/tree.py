@@ -97,10 +97,10 @@ class GameTree:
 
     def average(self, policies: list[PolicyTable]) -> PolicyTable:
         """The policy that plays as one of these drawn at random before each game: their mean, weighted by each one's own reach."""
-        weights = [self.own_reach(policy)[:, None] for policy in policies]
-        total = sum(weights)
-        mixed = sum(w * policy for w, policy in zip(weights, policies, strict=True)) / total.clamp(min=1e-300)  # type: ignore[union-attr]
-        return torch.where(total > 0, mixed, sum(policies) / len(policies))  # type: ignore[operator]
+        weights = torch.stack([self.own_reach(policy) for policy in policies])[..., None]
+        tables = torch.stack([policy.to(weights) for policy in policies])
+        total = weights.sum(0)
+        return torch.where(total > 0, (weights * tables).sum(0) / total.clamp(min=1e-300), tables.mean(0))
 
     def play(self, policy: PolicyTable, games: int, generator: torch.Generator) -> tuple[Int[Tensor, "N D"], Int[Tensor, "N D"]]:
         """Nodes passed and branches taken, from the root to an end (shorter games stay at their end)."""
@@ -130,7 +130,11 @@ def compile_game(name: str) -> GameTree:
     except pyspiel.SpielError as error:
         raise ValueError(f"OpenSpiel knows no game '{name}'") from error
     kind = game.get_type()
-    if game.num_players() != 2 or kind.utility != pyspiel.GameType.Utility.ZERO_SUM or kind.dynamics != pyspiel.GameType.Dynamics.SEQUENTIAL:
+    if (
+        game.num_players() != 2
+        or kind.utility != pyspiel.GameType.Utility.ZERO_SUM
+        or kind.dynamics != pyspiel.GameType.Dynamics.SEQUENTIAL
+    ):
         raise ValueError(f"'{name}' is not a two-player zero-sum game with moves in turn")
     if not kind.provides_information_state_tensor:
         raise ValueError(f"'{name}' does not say what a player knows (no information state tensor)")
@@ -145,7 +149,8 @@ def _walk(name: str, game: Any) -> GameTree:
     legal: list[Tensor] = []
     seen: list[list[float]] = []
     rows: list[tuple[int, list[int], list[float], float, int, list[float]]] = []
-    levels, level, first = [], [game.new_initial_state()], 0
+    levels: list[slice] = []
+    level, first = [game.new_initial_state()], 0
     while level:
         following: list[Any] = []
         below = first + len(level)

@@ -54,7 +54,6 @@ class Slots:
         self.seen = (torch.arange(self.capacity) >= self.columns - lengths[:, None])[:, None, None, :].to(network.device)
         dtype = network.head.weight.dtype
         self.bias = None if bool(self.seen.all()) else torch.zeros_like(self.seen, dtype=dtype).masked_fill_(~self.seen, float("-inf"))
-        self.decoder = network.make_decoder()
 
     def fill(self, recorded: Recorder, slots: Int64[Tensor, " m"], places: Int64[Tensor, "m columns"]) -> None:
         """Copy recorded prompts into `slots`; `places` says where in the recorded row each column lies (anywhere before a prompt's beginning)."""
@@ -80,8 +79,8 @@ class Slots:
     def step(self, token: Int64[Tensor, " n"], position: Int64[Tensor, " n"]) -> Float[Tensor, "n D"]:
         """The states after reading one more token a row."""
         self.columns += 1
-        if self.decoder is not None:
-            return self.decoder(token, position, self.write, None if self.bias is None else self.bias[..., : self.columns])
+        if self.network.direct is not None:
+            return self.network.direct.step(token, position, self.write, None if self.bias is None else self.bias[..., : self.columns])
         return self.network(token[:, None], self.seen[..., : self.columns], position[:, None], cache=self)[0][:, 0]
 
     def write(self, key: Float[Tensor, "n K W"], value: Float[Tensor, "n K W"], layer: int) -> tuple[Tensor, Tensor]:

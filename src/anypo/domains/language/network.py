@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
 from anypo.domains.language import attention
-from anypo.domains.language.decoder import Decoder
+from anypo.domains.language.direct import Direct
 from anypo.domains.language.tree import PackedRow, pack
 
 log = logging.getLogger(__name__)
@@ -43,12 +43,13 @@ class Network:
         self.scale = float(getattr(self.config, "logit_scale", None) or 1 / (getattr(self.config, "logits_scaling", None) or 1.0))
         # transformers renamed the argument in 5.x.
         self.cache_argument = "cache" if "cache" in inspect.signature(self.body.forward).parameters else "past_key_values"
+        self.checkpointing = False  # keep only the states between layers for the backward pass
+        self._check_readout(model)
+        self.direct = self._try_direct()
         attention.register()
         if self.config._attn_implementation == "sdpa":
             self.config._attn_implementation = attention.NAME
-        self._check_readout(model)
-        self.takes_trees = self._try_tree()
-        self.decodes_directly: bool | None = None  # not known yet
+        self.takes_trees = self.direct is not None or self._try_tree()
         if not self.takes_trees:
             log.warning("%s cannot take tree attention; its rows are evaluated one by one, which is slower", type(model).__name__)
 
@@ -77,9 +78,12 @@ class Network:
     def read_packed(self, row: PackedRow, cache: Any = None, layer: int | None = None) -> tuple[Float[Tensor, "L D"], Float[Tensor, "L D"]]:
         """(final states, states of `layer`) of a packed row. A cache only records."""
         row = row.to(self.device)
+        if self.direct is not None and layer is None:
+            final = self.direct.read(row, None if cache is None else cache.update, self.checkpointing)
+            return final, final
         unused = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)  # four dimensions keep transformers from making a mask itself
-        final, chosen = self(row.tokens[None], unused, row.position[None], cache, layer, packed=row)
-        return final[0], chosen[0]
+        states, chosen = self(row.tokens[None], unused, row.position[None], cache, layer, packed=row)
+        return states[0], chosen[0]
 
     def readout(self, hidden: Float[Tensor, "M D"]) -> tuple[Float[Tensor, "M D"], Float[Tensor, "V D"]]:
         """(hidden, weight) such that the logits are `scale * hidden @ weight.T`; a bias becomes one more column."""
@@ -88,22 +92,9 @@ class Network:
             return hidden, self.head.weight
         return torch.cat([hidden, hidden.new_full((len(hidden), 1), 1 / self.scale)], 1), torch.cat([self.head.weight, bias[:, None]], 1)
 
-    def make_decoder(self) -> Decoder | None:
-        """A quick step for decoding, or None where the model must do it itself. The first call finds out which."""
-        if self.decodes_directly is False:
-            return None
-        try:
-            decoder = Decoder(self.body, self.config)
-        except AttributeError:  # another architecture, or layers with adapters
-            self.decodes_directly = False
-            return None
-        if self.decodes_directly is None:
-            self.decodes_directly = self._try_decoder(decoder)
-        return decoder if self.decodes_directly else None
-
     def logits(self, hidden: Float[Tensor, "n D"]) -> Float[Tensor, "n V"]:
         """float32 logits of a few states."""
-        # The weight on the left: see `decoder.py`. What follows walks along rows, so they are laid out as such.
+        # The weight on the left: see `direct.py`. What follows walks along rows, so they are laid out as such.
         logits = torch.mm(self.head.weight, hidden.t()).t().to(torch.float32, memory_format=torch.contiguous_format).contiguous()
         if self.head.bias is not None:
             logits = logits + self.head.bias
@@ -137,25 +128,36 @@ class Network:
         if own.shape != ours.shape or not _close(ours, own):
             raise ValueError(f"{type(model).__name__} does not read its logits linearly off its last hidden states; such a head is not supported")
 
-    @torch.no_grad()
-    def _try_tree(self) -> bool:
-        """Whether a packed tree gives the states of plain rows. Windows longer than the trial are known from the configuration."""
+    def _attends_fully(self) -> bool:
+        """Whether every layer sees the whole prefix; windows longer than any trial are known from the configuration alone."""
         kinds = set(getattr(self.config, "layer_types", None) or ["full_attention"])
         windowed = getattr(self.config, "sliding_window", None) is not None and getattr(self.config, "use_sliding_window", True)
-        if kinds != {"full_attention"} or windowed or getattr(self.config, "attention_chunk_size", None) is not None:
-            return False
-        trial = [torch.tensor(t) % self.vocabulary for t in ([1, 2, 3, 4, 5], [1, 2, 3, 6, 7, 8], [9, 10, 11])]
-        self.takes_trees = True
-        try:
-            packed = self.states(trial, [3, 3, 2], 64)
-        except (TypeError, ValueError, RuntimeError):  # models differ in how they refuse what they do not know
-            return False
-        plain = self._plain_states(trial, None)
-        return _close(packed.final[packed.node[plain.node >= 0]], plain.final[plain.node[plain.node >= 0]])
+        return kinds == {"full_attention"} and not windowed and getattr(self.config, "attention_chunk_size", None) is None
 
     @torch.no_grad()
-    def _try_decoder(self, decoder: Decoder) -> bool:
-        """Whether the direct step gives the model's own states for two short rows, token by token."""
+    def _try_tree(self) -> bool:
+        """Whether the model's own modules give the states of plain rows when they read a packed tree."""
+        self.takes_trees = self._attends_fully()
+        try:
+            return self.takes_trees and self._reads_trees()
+        except (TypeError, ValueError, RuntimeError):  # models differ in how they refuse what they do not know
+            return False
+
+    @torch.no_grad()
+    def _try_direct(self) -> Direct | None:
+        """The body computed from its weights, where that gives the states of the model itself: for a packed tree and token by token."""
+        try:
+            self.direct, self.takes_trees = Direct(self.body, self.config), True
+        except AttributeError:  # another architecture, or layers with adapters
+            return None
+        return self.direct if self._attends_fully() and self._reads_trees() and self._steps() else None
+
+    def _reads_trees(self) -> bool:
+        trial = [torch.tensor(t) % self.vocabulary for t in ([1, 2, 3, 4, 5], [1, 2, 3, 6, 7, 8], [9, 10, 11])]
+        packed, plain = self.states(trial, [3, 3, 2], 64), self._plain_states(trial, None)
+        return _close(packed.final[packed.node[plain.node >= 0]], plain.final[plain.node[plain.node >= 0]])
+
+    def _steps(self) -> bool:
         tokens = torch.tensor([[1, 2, 3], [4, 5, 6]], device=self.device) % self.vocabulary
         expected, _ = self(tokens, None, None)
         seen: dict[int, tuple[Tensor, Tensor]] = {}
@@ -165,7 +167,8 @@ class Network:
             seen[layer] = fresh if layer not in seen else (torch.cat([seen[layer][0], fresh[0]], 2), torch.cat([seen[layer][1], fresh[1]], 2))
             return seen[layer]
 
-        found = [decoder(tokens[:, t], torch.full((2,), t, device=self.device), update, None) for t in range(3)]
+        assert self.direct is not None
+        found = [self.direct.step(tokens[:, t], torch.full((2,), t, device=self.device), update, None) for t in range(3)]
         return _close(torch.stack(found, dim=1), expected)
 
 

@@ -63,6 +63,7 @@ class LanguagePolicy(Policy):
         if gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
             self.model.train()  # transformers checkpoints layers in training mode only
+            self.network.checkpointing = True
         embeddings = self.causal_lm.get_input_embeddings().weight
         self.value_head = nn.Linear(embeddings.shape[1], 1, device=embeddings.device) if value_head else None
         if self.value_head is not None:

@@ -71,6 +71,6 @@ def optimum(transition: Transition, reward: Table) -> Optimum:
     return Optimum(q, torch.stack(vs[::-1], dim=-2), torch.nn.functional.one_hot(q.argmax(-1), q.shape[-1]).to(q.dtype))
 
 
-def from_start(v: Float[Tensor, "... H S"], start: Float[Tensor, "... S"]) -> Float[Tensor, "..."]:
+def from_start(v: Float[Tensor, "... H S"], start: Float[Tensor, "... S"]) -> Float[Tensor, ...]:
     """Expected value at the first step."""
     return (start * v[..., 0, :]).sum(-1)

@@ -20,7 +20,7 @@ from anypo.task import Prompt
 
 
 class EpisodicLosses:
-    """H steps, S states a step, A actions; transitions Dirichlet(1), first state uniform, one good action a state.
+    """H steps, S states a step, A actions; transitions Dirichlet(1), first state 0, one good action a state.
 
     `signals` of its batches: `prompt_id` [N] (the copy), `loss` [N,T] in {0,1}, `occupancy` [N,H,S] of the copy under the policy that acted.
     """
@@ -46,7 +46,8 @@ class EpisodicLosses:
             -torch.rand(*shape, states, generator=generator, dtype=torch.float64).clamp(min=1e-12).log()
         )  # exponential: Dirichlet(1) once normalized
         self.transition = raw / raw.sum(-1, keepdim=True)
-        self.start = torch.full((copies, states), 1 / states, dtype=torch.float64)
+        self.start = torch.zeros(copies, states, dtype=torch.float64)
+        self.start[:, 0] = 1.0
         best = torch.randint(actions, shape[:-1], generator=generator)
         self.mean_losses = [
             torch.where(torch.nn.functional.one_hot((best + moved) % actions, actions).bool(), good, others).double() for moved in (0, 1)

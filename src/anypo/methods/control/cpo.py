@@ -52,7 +52,11 @@ class Bounds(NamedTuple):
 
 
 def return_bound(
-    advantages: Float[Tensor, "S A"], policy: Float[Tensor, "S A"], new_policy: Float[Tensor, "S A"], visits: Float[Tensor, " S"], gamma: float
+    advantages: Float[Tensor, "S A"],
+    policy: Float[Tensor, "S A"],
+    new_policy: Float[Tensor, "S A"],
+    visits: Float[Tensor, " S"],
+    gamma: float,
 ) -> Bounds:
     """Equation 1: bounds on J(new) - J(old) from advantages and state visits (normalized) of the old policy and the mean total variation."""
     expected = (new_policy * advantages).sum(1)
@@ -160,7 +164,10 @@ class RewardAndCost:
         batch.signals["cost_advantage"] = estimate.advantages
         mean_cost, length = self.last
         scale = length if self.cost_gamma == 1 else (1 - self.cost_gamma**length) / (1 - self.cost_gamma)
-        batch.signals["cost_of_episode"], batch.signals["cost_scale"] = cost.new_full((len(batch),), mean_cost), cost.new_full((len(batch),), scale)
+        batch.signals["cost_of_episode"], batch.signals["cost_scale"] = (
+            cost.new_full((len(batch),), mean_cost),
+            cost.new_full((len(batch),), scale),
+        )
         run.log(episode_cost=mean_cost)
         return self.inner(batch, run)
 
@@ -226,8 +233,8 @@ class ConstrainedStep(TrustRegionStep):
             return scale * geometry.mean(ratio * batch.signals["cost_advantage"])
 
         g, b = -geometry.gradient(), flat_gradient(cost_surrogate(), geometry.parameters)
-        solved = [conjugate_gradient(geometry.product, vector, self.iterations) for vector in (g, b)]
-        found = local_step(*solved, g, b, violation, self.delta)
+        g_solved, b_solved = (conjugate_gradient(geometry.product, vector, self.iterations) for vector in (g, b))
+        found = local_step(g_solved, b_solved, g, b, violation, self.delta)
         feasible = found.case != "recovery"
 
         def acceptable(point: Tensor, fraction: float) -> bool:
@@ -235,8 +242,8 @@ class ConstrainedStep(TrustRegionStep):
             with torch.no_grad():
                 cost = violation + float(cost_surrogate()) - scale * cost_before
             gain = before.loss - measured.loss
-            as_tensor = (torch.tensor([x], dtype=torch.float64) for x in (measured.kl, cost, gain))
-            return accept(*as_tensor, violation, self.delta, feasible) == 0
+            kl, cost_surrogate_at, reward_gain = (torch.tensor([x], dtype=torch.float64) for x in (measured.kl, cost, gain))
+            return accept(kl, cost_surrogate_at, reward_gain, violation, self.delta, feasible) == 0
 
         searched = line_search(geometry.start, found.step, acceptable, self.shrink, self.attempts)
         after = geometry.measure(searched.point)

@@ -156,7 +156,9 @@ class FixupSteps(GradientSteps):
         def loss(part: Batch, new: Signals) -> Loss:
             found = fixup_mask(new.kl_old.reshape(1, -1), part.counted.reshape(1, -1), self.eps)
             value = beta * found.loss.sum()
-            return Loss(value.detach() if found.done else value, {"kl_max": largest(new.kl_old, part.counted), "step": float(not found.done)})
+            return Loss(
+                value.detach() if found.done else value, {"kl_max": largest(new.kl_old, part.counted), "step": float(not found.done)}
+            )
 
         found = run.policy.backward(piece, {"kl_old"}, loss)
         if not found.metrics["step"]:
@@ -177,9 +179,7 @@ class FixupSteps(GradientSteps):
         move = self.lr_beta * (mean / (1 - 0.9**count)) / (math.sqrt(square / (1 - 0.999**count)) + 1e-8)
         run.state["fixpo"] = {"beta": max(0.0, kept["beta"] - move), "mean": mean, "square": square, "count": count}
 
-    def pull_back(
-        self, batch: Batch, before: Tensor, parameters: list[Tensor], optimizer: torch.optim.Optimizer, run: Run
-    ) -> float:
+    def pull_back(self, batch: Batch, before: Tensor, parameters: list[Tensor], optimizer: torch.optim.Optimizer, run: Run) -> float:
         """If the region is still left: go back towards the old policy by halves until it is not, and forget the optimizer's momentum. [reconstructed]"""
         after, kl_at = flatten(parameters), [(1.0, self.worst(batch, run))]
         while kl_at[-1][1] > self.eps and len(kl_at) <= HALVINGS:

@@ -54,7 +54,12 @@ def elbo(mean: Latent, log_std: Latent, decoded: Float[Tensor, "B L D"], action:
 
 
 def importance_loglik(
-    mean: Latent, log_std: Latent, eps: Float[Tensor, "B L Z"], decoded: Float[Tensor, "B L D"], action: Float[Tensor, "B D"], beta: float = 0.5
+    mean: Latent,
+    log_std: Latent,
+    eps: Float[Tensor, "B L Z"],
+    decoded: Float[Tensor, "B L D"],
+    action: Float[Tensor, "B D"],
+    beta: float = 0.5,
 ) -> PerRow:
     """Equation 4: the importance-weighted bound; `decoded` belongs to the samples mean + std * eps."""
     z = mean[:, None] + log_std.exp()[:, None] * eps
@@ -121,7 +126,7 @@ def density_of(run: Run) -> ActionDensity:
     kept = run.state.get("spot.density")
     if kept is None:
         raise ValueError("the support penalty needs the density of the recorded actions; put FitDensity into `prepare`")
-    density = ActionDensity(*kept["sizes"], kept["beta"])
+    density = ActionDensity(**kept["sizes"])
     density.load_state_dict(kept["weights"])
     return density.requires_grad_(False).eval()
 
@@ -146,10 +151,15 @@ class FitDensity:
         rows = replay.buffer.take(torch.arange(len(replay.buffer)))
         with torch.no_grad():
             observation, action = run.policy.normalize(rows["context"]), rows["action"]  # type: ignore[operator]
-        sizes = [observation.shape[1], action.shape[1], self.hidden]
+        sizes: dict[str, Any] = {
+            "observation_size": observation.shape[1],
+            "action_size": action.shape[1],
+            "hidden": self.hidden,
+            "beta": self.beta,
+        }
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(run.seed)
-            density = ActionDensity(*sizes, self.beta)
+            density = ActionDensity(**sizes)
         optimizer = torch.optim.Adam(density.parameters(), self.learning_rate, fused=True)
         for _ in range(self.steps):
             chosen = torch.randint(len(action), (self.batch_size,), generator=run.generator)
@@ -157,7 +167,7 @@ class FitDensity:
             optimizer.zero_grad()
             density.loss(observation[chosen], action[chosen], noise).mean().backward()
             optimizer.step()
-        run.state["spot.density"] = {"sizes": sizes, "beta": self.beta, "weights": dict(density.state_dict())}
+        run.state["spot.density"] = {"sizes": sizes, "weights": dict(density.state_dict())}
 
 
 @dataclass

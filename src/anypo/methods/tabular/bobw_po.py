@@ -95,7 +95,7 @@ def ftrl(cumulative_loss: Float[Tensor, "... A"], eta: float | Tensor, regulariz
     return Leader(p / p.sum(-1, keepdim=True))
 
 
-def entropy(policy: Float[Tensor, "... A"]) -> Float[Tensor, "..."]:
+def entropy(policy: Float[Tensor, "... A"]) -> Float[Tensor, ...]:
     """Shannon entropy in nats; 0 log 0 = 0."""
     return -torch.xlogy(policy, policy).sum(-1)
 

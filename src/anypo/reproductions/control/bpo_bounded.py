@@ -93,7 +93,8 @@ def identity_around_the_mean() -> Evidence:
 
 
 def _bound(weight_by_median: bool) -> Evidence:
-    slack, tight = [], []
+    slack: list[float] = []
+    tight: list[float] = []
     for seed in range(100):
         problem = RandomMDP(seed % 5)
         old, new = problem.random_policy(seed), problem.random_policy(1000 + seed, spread=0.5 + seed % 3)
@@ -177,7 +178,7 @@ def _last_fifth(name: str, seed: int) -> float:
     return fmean(record["reward"] for record in on_cartpole(method, steps=STEPS, seed=seed).history[-STEPS // 5 :])
 
 
-STEPS = 20  # of 1024 environment steps; PPO is at the limit of 500 by then
+STEPS = 20  # of 1024 environment steps, a third of the spec's 60000: PPO is at the limit of 500 by then, BPO some 8% below it
 
 
 def _cartpole(name: str) -> Evidence:
@@ -185,7 +186,7 @@ def _cartpole(name: str) -> Evidence:
     return Evidence({"returns": mine, "PPO": theirs}, "mean over 2 seeds at least PPO's less 5%", fmean(mine) >= 0.95 * fmean(theirs))
 
 
-@claim("On CartPole the mean return of the last fifth of 20000 steps is not below PPO's by more than 5%", slow=True)
+@claim("On CartPole the mean return of the last fifth of 20000 steps is not below PPO's by more than 5%", slow=True, reproduced=False)
 def as_good_as_ppo() -> Evidence:
     return _cartpole("bpo")
 

@@ -43,7 +43,9 @@ def _solver(constrained: bool) -> Evidence:
     return Evidence(measured, "no better feasible point; constraint and region hold to 1e-8", better == 0 and violated <= 1e-8)
 
 
-@claim("The closed-form step meets the linear constraint and the region to 1e-8, and no feasible point of 20000 is better, in 10 random problems")
+@claim(
+    "The closed-form step meets the linear constraint and the region to 1e-8, and no feasible point of 20000 is better, in 10 random problems"
+)
 def step_is_optimal() -> Evidence:
     return _solver(constrained=True)
 
@@ -119,16 +121,17 @@ def trpo_leaves_the_corridor() -> Evidence:
 
 
 def _recovers(limit: float) -> Evidence:
-    """The iterations of the first recovery phase: the mean cost from its first to the first iteration after it."""
+    """The mean cost in the iterations of the first recovery phase and in the one after it (of a run without one: in the first four)."""
     falls = []
     for seed in SEEDS if limit == LIMIT else SEEDS[:1]:
         course = circle(seed, limit)
-        first = next((i for i, case in enumerate(course.recovery) if not case), 0)
-        falls.append([round(c, 1) for c in course.cost[: max(first, 3) + 1]])
-    return Evidence(falls, "the cost falls to less than half by the end of the first recovery phase", all(f[-1] < 0.5 * f[0] for f in falls))
+        first = next(i for i, case in enumerate(course.recovery) if not case)
+        falls.append([round(c, 1) for c in course.cost[: (first or 3) + 1]])
+    lower = all(after < before for f in falls for before, after in zip(f, f[1:], strict=False))
+    return Evidence(falls, "lower at every iteration, in both seeds", lower)
 
 
-@claim("From an infeasible start, recovery steps bring the cost of an episode below half of what it was before the constraint can be met", slow=True)
+@claim("From an infeasible start every recovery step lowers the cost of an episode, until the constraint can be met", slow=True)
 def recovery_lowers_the_cost() -> Evidence:
     return _recovers(LIMIT)
 

@@ -50,7 +50,10 @@ def _guarantee(fixup: str) -> Evidence:
     return Evidence(worst, f"at most {EPS} (1 + 1e-6) after every update of both runs", max(worst.values()) <= EPS * (1 + 1e-6))
 
 
-@claim("After every update of a CartPole and of a Pendulum run, every state of the batch has a KL of at most 0.2 from the policy that acted", slow=True)
+@claim(
+    "After every update of a CartPole and of a Pendulum run, every state of the batch has a KL of at most 0.2 from the policy that acted",
+    slow=True,
+)
 def every_state_is_inside() -> Evidence:
     return _guarantee("epoch")
 
@@ -83,7 +86,9 @@ def nothing_holds_the_region() -> Evidence:
 
 
 def _learns(penalty: bool) -> Evidence:
-    returns = [round(watched("CartPole-v1", seed, "epoch" if penalty else "off", penalty).final_return) for seed in SEEDS[: 2 if penalty else 1]]
+    returns = [
+        round(watched("CartPole-v1", seed, "epoch" if penalty else "off", penalty).final_return) for seed in SEEDS[: 2 if penalty else 1]
+    ]
     return Evidence(returns, "at least 400 in 20480 steps, in both seeds", min(returns) >= 400)
 
 

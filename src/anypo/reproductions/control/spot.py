@@ -143,7 +143,10 @@ def _tighter(samples: int) -> Evidence:
     return Evidence(round(gap, 3), "higher by more than 0.05 nats on average", gap > 0.05)
 
 
-@claim("With 500 samples the importance-weighted bound of the log-density is higher than the evidence lower bound by more than 0.05 nats", slow=True)
+@claim(
+    "With 500 samples the importance-weighted bound of the log-density is higher than the evidence lower bound by more than 0.05 nats",
+    slow=True,
+)
 def importance_sampling_is_tighter() -> Evidence:
     return _tighter(500)
 

@@ -184,36 +184,37 @@ def drift_of_sft() -> Evidence:
     return _drift("sft")
 
 
-def _prolonged(name: str) -> Evidence:
-    entropy, sums = ({n: _mean(n, what) for n in (name, "sft")} for what in ("entropy", "sums"))
-    found = {"entropy": {n: round(v, 3) for n, v in entropy.items()}, "held-out sums": {n: round(v, 3) for n, v in sums.items()}}
-    holds = entropy[name] > 1.1 * entropy["sft"] and sums[name] >= sums["sft"] - 0.05
-    return Evidence(found, "entropy above 1.1 times fine-tuning's, success at most 0.05 below it", holds)
+def _entropy(name: str) -> Evidence:
+    found = {n: _mean(n, "entropy") for n in (name, "sft")}
+    return Evidence({n: round(v, 3) for n, v in found.items()}, "above 1.1 times fine-tuning's", found[name] > 1.1 * found["sft"])
 
 
-@claim("after prolonged training entropy on held-out answers is above fine-tuning's, with comparable success on the new task", slow=True)
-def prolonged() -> Evidence:
-    return _prolonged("psft")
+@claim("after prolonged training the entropy on held-out answers is above fine-tuning's", slow=True)
+def entropy() -> Evidence:
+    return _entropy("psft")
 
 
-@ablation(prolonged, "fine-tuning itself")
-def prolonged_sft() -> Evidence:
-    return _prolonged("sft")
+@ablation(entropy, "fine-tuning itself")
+def entropy_of_sft() -> Evidence:
+    return _entropy("sft")
 
 
-def _remembers(name: str) -> Evidence:
-    found = {n: round(_mean(n, "reversal"), 3) for n in (name, "sft")}
-    return Evidence(found, "at least 0.02 above fine-tuning's", found[name] >= found["sft"] + 0.02)
+# Measured 4.9 points below, inside the specification's 5 but without a margin, so it does not count as reproduced: the bounded steps are still on
+# their way to the new task when the five passes end.
+@claim("after as many steps success on held-out sums is at most 0.05 below fine-tuning's", slow=True, reproduced=False)
+def matches() -> Evidence:
+    found = {n: _mean(n, "sums") for n in ("psft", "sft")}
+    return Evidence(
+        {n: round(v, 3) for n, v in found.items()}, "at most 0.04 below, a margin of 0.01", found["psft"] >= found["sft"] - 0.04
+    )
 
 
-@claim("less of the task learned before is forgotten than by fine-tuning", slow=True)
+# Mixed over seeds, as the specification found too.
+@claim("less of the task learned before is forgotten than by fine-tuning", slow=True, reproduced=False)
 def remembers() -> Evidence:
-    return _remembers("psft")
-
-
-@ablation(remembers, "fine-tuning itself")
-def sft_remembers() -> Evidence:
-    return _remembers("sft")
+    pairs = [(tuned("psft", seed).reversal, tuned("sft", seed).reversal) for seed in SEEDS]
+    found = [f"psft {mine:.3f}, sft {plain:.3f}" for mine, plain in pairs]
+    return Evidence(found, "at least 0.02 above fine-tuning's in every seed", all(mine >= plain + 0.02 for mine, plain in pairs))
 
 
 def _gain(name: str) -> float:
@@ -229,7 +230,12 @@ def _gain(name: str) -> float:
     return fmean(gains)
 
 
-@claim("reinforcement learning afterwards gains at least as much as from the fine-tuned model, up to 0.02", slow=True)
+# GRPO on the 200 training sums gains nothing on the held-out ones from either model, so there is nothing to compare.
+@claim("reinforcement learning afterwards gains at least as much as from the fine-tuned model, up to 0.02", slow=True, reproduced=False)
 def foundation() -> Evidence:
     found = {name: _gain(name) for name in ("psft", "sft")}
-    return Evidence({n: round(v, 4) for n, v in found.items()}, "at most 0.02 below", found["psft"] >= found["sft"] - 0.02)
+    return Evidence(
+        {n: round(v, 4) for n, v in found.items()},
+        "above 0 and at most 0.02 below",
+        found["psft"] > 0 and found["psft"] >= found["sft"] - 0.02,
+    )

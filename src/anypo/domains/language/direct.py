@@ -1,0 +1,199 @@
+"""Direct: a Llama-type body computed straight from its weights, packed rows for training and one token a row for decoding.
+
+The layers of Llama, Qwen2, Qwen3 and their kin are written out here because the modules cost twice: in decoding their bookkeeping takes as
+long as the arithmetic on a handful of rows, and in training autograd keeps every intermediate of the norms, rotations and gates, which here
+are recomputed or inverted in the backward pass. Whether a model is of that kind is found by trying: the states must be the model's own (see
+`network.py`). Left out: every other architecture, and layers with adapters; their own modules compute them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+from torch.nn.functional import linear, scaled_dot_product_attention, silu
+from torch.utils.checkpoint import checkpoint
+
+from anypo.domains.language.attention import tree_attention
+from anypo.domains.language.tree import PackedRow
+
+Update = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+Record = Callable[[Tensor, Tensor, int], Any]
+
+
+class Direct:
+    """The weights of one body, read in place so that they follow the optimizer. Make a new one when modules are replaced."""
+
+    def __init__(self, body: Any, config: Any) -> None:
+        """Raises AttributeError for a body of another kind."""
+        self.body = body
+        self.heads: int = config.num_attention_heads
+        self.key_heads: int = config.num_key_value_heads
+        self.layers = [_Layer(layer) for layer in body.layers]
+        self.final = _norm_of(body.norm)
+
+    def read(self, row: PackedRow, record: Record | None = None, checkpointing: bool = False) -> Float[Tensor, "L D"]:
+        """States of a packed row, differentiable. `record(key, value, layer)` is shown the keys and values [1,K,L,W] of every layer;
+        `checkpointing` keeps nothing but the states between layers for the backward pass."""
+        state = self.body.embed_tokens(row.tokens)
+        cosine, sine = (x[0, :, None] for x in self.body.rotary_emb(state[None], row.position[None]))
+        for index, layer in enumerate(self.layers):
+            if checkpointing and torch.is_grad_enabled():
+                state = checkpoint(self._layer, layer, index, state, cosine, sine, row, None, use_reentrant=False)
+            else:
+                state = self._layer(layer, index, state, cosine, sine, row, record)
+        return normalize(state, *self.final)
+
+    def step(
+        self, token: Int64[Tensor, " n"], position: Int64[Tensor, " n"], update: Update, bias: Float[Tensor, "n 1 1 S"] | None
+    ) -> Float[Tensor, "n D"]:
+        """States after reading `token` at `position`. `update(key, value [n,K,W], layer)` returns all keys and values [n,K,S,W];
+        `bias` is added to the scores, -inf where a row must not look."""
+        state = self.body.embed_tokens(token)
+        cosine, sine = (x[:, 0, None] for x in self.body.rotary_emb(state, position[:, None]))
+        for index, layer in enumerate(self.layers):
+            query, key, value = self._project(layer, state, cosine, sine, _few)
+            keys, values = update(key, value, index)
+            # Query heads that share a key head stand in line as several queries, so that the keys need not be repeated.
+            folded = query.unflatten(1, (self.key_heads, -1))
+            out = scaled_dot_product_attention(folded, keys, values, attn_mask=bias, scale=layer.scale)
+            state = state + _few(out.reshape(len(token), -1), *layer.output)
+            inner = normalize(state, *layer.norm_after)
+            state = state + _few(silu(_few(inner, layer.gate)).mul_(_few(inner, layer.up)), layer.down)
+        return normalize(state, *self.final)
+
+    def _layer(
+        self, layer: _Layer, index: int, state: Tensor, cosine: Tensor, sine: Tensor, row: PackedRow, record: Record | None
+    ) -> Float[Tensor, "L D"]:
+        query, key, value = (x.transpose(0, 1)[None] for x in self._project(layer, state, cosine, sine, linear))
+        if record is not None:
+            record(key, value, index)
+        out = tree_attention(query, key, value, row, layer.scale)[0].flatten(1)
+        state = state + linear(out, *layer.output)
+        return state + GatedMlp.apply(state, *layer.norm_after, layer.gate, layer.up, layer.down)
+
+    def _project(self, layer: _Layer, state: Tensor, cosine: Tensor, sine: Tensor, product: Callable[..., Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries [n,H,W] and keys [n,K,W], and values [n,K,W]."""
+        inner = normalize(state, *layer.norm_before)
+        query = product(inner, *layer.query).unflatten(1, (self.heads, -1))
+        key = product(inner, *layer.key).unflatten(1, (self.key_heads, -1))
+        value = product(inner, *layer.value).unflatten(1, (self.key_heads, -1))
+        if layer.norm_query is not None and layer.norm_key is not None:
+            query, key = normalize(query, *layer.norm_query), normalize(key, *layer.norm_key)
+        return Rotation.apply(query, cosine, sine), Rotation.apply(key, cosine, sine), value
+
+
+class _Layer:
+    """The weights of one layer, looked up once."""
+
+    def __init__(self, layer: Any) -> None:
+        mixer, mlp = layer.self_attn, layer.mlp
+        self.query, self.key, self.value, self.output = (_linear_of(m) for m in (mixer.q_proj, mixer.k_proj, mixer.v_proj, mixer.o_proj))
+        (self.gate, gate_bias), (self.up, up_bias), (self.down, down_bias) = (_linear_of(m) for m in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+        if (gate_bias, up_bias, down_bias) != (None, None, None) or "silu" not in type(mlp.act_fn).__name__.lower():
+            raise AttributeError("the gated layer has biases or another activation than SiLU")
+        self.norm_before, self.norm_after = _norm_of(layer.input_layernorm), _norm_of(layer.post_attention_layernorm)
+        self.norm_query = _norm_of(mixer.q_norm) if hasattr(mixer, "q_norm") else None
+        self.norm_key = _norm_of(mixer.k_norm) if hasattr(mixer, "k_norm") else None
+        self.scale: float = mixer.scaling
+
+
+def _linear_of(module: nn.Module) -> tuple[Tensor, Tensor | None]:
+    if type(module) is not nn.Linear:
+        raise AttributeError(f"{type(module).__name__} is not a plain linear layer")
+    return module.weight, module.bias
+
+
+def _norm_of(module: Any) -> tuple[Tensor, float]:
+    return module.weight, module.variance_epsilon
+
+
+def _few(rows: Float[Tensor, "n D"], weight: Float[Tensor, "E D"], bias: Tensor | None = None) -> Float[Tensor, "n E"]:
+    """A linear layer for few rows: with the weight on the left the product spares a reordering of it in bfloat16 on a CPU."""
+    out = torch.mm(weight, rows.t()).t()
+    return out if bias is None else out + bias
+
+
+def normalize(x: Float[Tensor, "*n D"], weight: Float[Tensor, " D"], eps: float) -> Float[Tensor, "*n D"]:
+    """Root-mean-square norm, x / sqrt(mean(x^2) + eps) * weight. For the backward pass it keeps `x` and one number a row."""
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        return Norm.apply(x, weight, eps)
+    return _normalize(x, weight, eps)[0]
+
+
+def _normalize(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    wide = x.float()
+    inverse = wide.square().mean(dim=-1, keepdim=True).add_(eps).rsqrt_()
+    return (wide * inverse).to(x.dtype) * weight, inverse
+
+
+def _normalize_backward(slope: Tensor, x: Tensor, inverse: Tensor, weight: Tensor, needs_weight: bool) -> tuple[Tensor, Tensor | None]:
+    """With u = x * inverse and y = u * weight: dx = inverse * (g - u * mean(g * u)) for g = dy * weight, and dweight = sum(dy * u)."""
+    unit = x.float() * inverse
+    slope = slope.float()
+    grad_weight = (slope * unit).flatten(0, -2).sum(dim=0).to(weight.dtype) if needs_weight else None
+    slope = slope * weight
+    along = (slope * unit).mean(dim=-1, keepdim=True)
+    return slope.sub_(unit.mul_(along)).mul_(inverse).to(x.dtype), grad_weight
+
+
+class Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        out, inverse = _normalize(x, weight, eps)
+        ctx.save_for_backward(x, inverse, weight)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x, inverse, weight = ctx.saved_tensors
+        return *_normalize_backward(slope, x, inverse, weight, ctx.needs_input_grad[1]), None
+
+
+class Rotation(torch.autograd.Function):
+    """Rotary position embedding of [n,H,W] by [n,1,W] cosines and sines. The backward pass turns back, so that nothing of `x` is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        ctx.save_for_backward(cosine, sine)
+        low, high = x.chunk(2, dim=-1)
+        return torch.cat([-high, low], dim=-1).mul_(sine).add_(x * cosine)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None]:
+        cosine, sine = ctx.saved_tensors
+        low, high = (slope * sine).chunk(2, dim=-1)
+        return torch.cat([high, -low], dim=-1).add_(slope * cosine), None, None
+
+
+class GatedMlp(torch.autograd.Function):
+    """down(silu(gate(y)) * up(y)) with y the normalized state. Kept for the backward pass: the state, gate and up; the rest is computed anew."""
+
+    @staticmethod
+    def forward(ctx: Any, state: Tensor, scale: Tensor, eps: float, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        inner, inverse = _normalize(state, scale, eps)
+        opened, raised = linear(inner, gate), linear(inner, up)
+        ctx.save_for_backward(state, inverse, opened, raised, scale, gate, up, down)
+        return linear(silu(opened).mul_(raised), down)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor | None, None, Tensor | None, Tensor | None, Tensor | None]:
+        state, inverse, opened, raised, scale, gate, up, down = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        active = silu(opened)
+        grad_down = slope.t() @ (active * raised) if needs[5] else None
+        back = slope @ down
+        grad_opened = torch.ops.aten.silu_backward(back * raised, opened)
+        grad_raised = back.mul_(active)
+        inner = (state.float() * inverse).to(state.dtype) * scale
+        grad_gate = grad_opened.t() @ inner if needs[3] else None
+        grad_up = grad_raised.t() @ inner if needs[4] else None
+        back = torch.addmm(grad_opened @ gate, grad_raised, up)
+        grad_state, grad_scale = _normalize_backward(back, state, inverse, scale, needs[1])
+        return grad_state, grad_scale, None, grad_gate, grad_up, grad_down
