@@ -147,14 +147,21 @@ def run_trl(folder: Path, dtype: str, steps: int, checkpointing: bool) -> dict[s
 
 
 def run_sampling(folder: Path, dtype: str, steps: int) -> dict[str, Any]:
-    from anypo.domains.language.models import load_policy
     from transformers import AutoModelForCausalLM
+
+    from anypo.domains.language.models import load_policy
 
     policy = load_policy(str(folder), dtype=dtype)
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="sdpa")
     prompts = [torch.tensor(policy.tokenizer(prompt_text(policy.tokenizer, t), add_special_tokens=False).input_ids) for t in TEXTS]
     ids = torch.stack(prompts).repeat_interleave(SAMPLES, dim=0)
-    settings = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": True, "top_k": 0, "attention_mask": torch.ones_like(ids)}
+    settings = {
+        "max_new_tokens": NEW_TOKENS,
+        "min_new_tokens": NEW_TOKENS,
+        "do_sample": True,
+        "top_k": 0,
+        "attention_mask": torch.ones_like(ids),
+    }
     work: dict[str, Callable[[], Any]] = {
         "anypo": lambda: policy.sample(prompts, SAMPLES, max_tokens=NEW_TOKENS, generator=torch.Generator().manual_seed(0), eos_ids=()),
         "transformers": lambda: plain.generate(ids, **settings),
@@ -169,10 +176,23 @@ def run_sampling(folder: Path, dtype: str, steps: int) -> dict[str, Any]:
 
 def child(side: str, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """What one side measured, in a process of its own."""
-    command = [sys.executable, __file__, "--side", side, "--folder", str(folder), "--dtype", arguments.dtype, "--steps", str(arguments.steps)]
+    command = [
+        sys.executable,
+        __file__,
+        "--side",
+        side,
+        "--folder",
+        str(folder),
+        "--dtype",
+        arguments.dtype,
+        "--steps",
+        str(arguments.steps),
+    ]
     command += ["--threads", str(arguments.threads)] if arguments.threads else []
     command += ["--no-checkpointing"] if arguments.no_checkpointing else []
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"})
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    )
     if done.returncode != 0:
         raise SystemExit(f"{side} failed:\n{done.stderr[-3000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])
@@ -208,8 +228,12 @@ def show(result: dict[str, Any]) -> None:
     print(f"SmolLM2-135M, {result['dtype']}, {result['threads']} threads, load average {result['load_average'][0]:.1f}")
     for side in ("anypo", "trl"):
         r = result[side]
-        print(f"  {side:<6} {r['seconds']:7.1f} s a step  {r['processor_seconds']:7.1f} processor seconds  {r['peak_gigabytes']:5.2f} GB at most")
-    print(f"  faster {result['speedup']:6.1f} times (by processor seconds {result['processor_speedup']:.1f}), memory {result['memory_ratio']:.2f}")
+        print(
+            f"  {side:<6} {r['seconds']:7.1f} s a step  {r['processor_seconds']:7.1f} processor seconds  {r['peak_gigabytes']:5.2f} GB at most"
+        )
+    print(
+        f"  faster {result['speedup']:6.1f} times (by processor seconds {result['processor_speedup']:.1f}), memory {result['memory_ratio']:.2f}"
+    )
     for name, spent in result["split"].items():
         print(f"    {name:<9} {spent['seconds']:6.2f} s")
     print(f"  sampling {result['tokens_per_second']['anypo']:.0f} tokens/s, transformers {result['tokens_per_second']['transformers']:.0f}")

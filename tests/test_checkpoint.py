@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from anypo import checkpoint
 
 leaves = st.one_of(st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(allow_nan=False), st.text(max_size=5))
-trees = st.recursive(leaves, lambda x: st.one_of(st.lists(x, max_size=3), st.dictionaries(st.integers(), x, max_size=3), st.tuples(x)), max_leaves=8)
+trees = st.recursive(
+    leaves, lambda x: st.one_of(st.lists(x, max_size=3), st.dictionaries(st.integers(), x, max_size=3), st.tuples(x)), max_leaves=8
+)
 
 
 @given(trees)

@@ -79,7 +79,9 @@ def test_show_names_base_equations_and_source(anypo):
 
 def test_train_json_with_swapped_seams(anypo, tmp_path):
     out = tmp_path / "run"
-    found = anypo("train", "grpo", "--task", "token_bandit", "--steps", 8, "--credit", "gdpo", "--objective", "gspo", "--out", out, "--json")
+    found = anypo(
+        "train", "grpo", "--task", "token_bandit", "--steps", 8, "--credit", "gdpo", "--objective", "gspo", "--out", out, "--json"
+    )
     result = json.loads(found.stdout)
     assert {"slug", "task", "model", "steps", "before", "after", "seconds", "tokens_per_second", "out"} <= set(result)
     assert result["steps"] == 8 and set(result["before"]) == {"pass@1"}

@@ -18,7 +18,22 @@ STEPS = 24
 
 def arguments(task, out=None, resume=None):
     where = ["--resume", str(resume)] if resume else ["--out", str(out)]
-    return [sys.executable, "-m", "anypo.cli", "train", "grpo", "--task", task, "--steps", str(STEPS), "--checkpoint-every", "4", "--seed", "3", *where]
+    return [
+        sys.executable,
+        "-m",
+        "anypo.cli",
+        "train",
+        "grpo",
+        "--task",
+        task,
+        "--steps",
+        str(STEPS),
+        "--checkpoint-every",
+        "4",
+        "--seed",
+        "3",
+        *where,
+    ]
 
 
 def columns(folder):

@@ -28,7 +28,9 @@ FORBIDDEN = {
 def imports(path: Path) -> set[str]:
     """First parts below anypo of everything a file imports at run time; imports for type checkers do not count."""
     tree = ast.parse(path.read_text())
-    checked = {id(n) for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test) for n in ast.walk(node)}
+    checked = {
+        id(n) for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test) for n in ast.walk(node)
+    }
     found = set()
     for node in ast.walk(tree):
         if id(node) in checked:
@@ -53,7 +55,11 @@ def test_methods_import_only_their_own_domain():
     for path in (ROOT / "methods").rglob("*.py"):
         domain = path.relative_to(ROOT / "methods").parts[0]
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("anypo.domains.") and node.module.split(".")[2] != domain:
+            if (
+                isinstance(node, ast.ImportFrom)
+                and (node.module or "").startswith("anypo.domains.")
+                and node.module.split(".")[2] != domain
+            ):
                 wrong.append((path.name, node.module))
     assert not wrong
 

@@ -59,7 +59,9 @@ def test_precision(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_unknown_names_and_wrong_folders_are_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match=r"no such folder, and the hub is unreachable or has no such model: nobody/nothing; try builtin, smollm2"):
+    with pytest.raises(
+        ValueError, match=r"no such folder, and the hub is unreachable or has no such model: nobody/nothing; try builtin, smollm2"
+    ):
         load_policy("nobody/nothing")
     with pytest.raises(ValueError, match="does not hold a causal language model"):
         load_policy(str(tmp_path))

@@ -15,7 +15,14 @@ from anypo.domains.language.policy import LanguagePolicy
 from anypo.domains.language.sampler import Samples, draw_by_weight, nucleus, sample
 
 torch.set_num_threads(1)
-SIZE = {"vocab_size": 30, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZE = {
+    "vocab_size": 30,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 PROMPTS = [torch.tensor(p) for p in ([1, 5, 6, 7, 8], [1, 9], [1, 5, 6], [1, 9])]
 
 
@@ -142,7 +149,7 @@ def test_limits_and_stops_of_single_rows() -> None:
     found = draw(model, max_tokens=[0, 1, 5, 3], eos_ids=())
     assert found.valid.sum(1).tolist() == [0, 0, 0, 1, 1, 5, 5, 5, 5, 3]
     assert not found.finished.any()
-    stopped = draw(model, eos_ids=(), stop=lambda tokens, source: (tokens.shape[1] == 2 + source))
+    stopped = draw(model, eos_ids=(), stop=lambda tokens, source: tokens.shape[1] == 2 + source)
     assert stopped.valid.sum(1).tolist() == [2, 2, 2, 3, 3, 4, 4, 4, 4, 5]
     assert stopped.finished.all()
     assert draw(model, max_tokens=0).tokens.shape == (10, 0)

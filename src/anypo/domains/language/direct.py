@@ -75,7 +75,9 @@ class Direct:
         state = state + linear(out, *layer.output)
         return state + GatedMlp.apply(state, *layer.norm_after, layer.gate, layer.up, layer.down)
 
-    def _project(self, layer: _Layer, state: Tensor, cosine: Tensor, sine: Tensor, product: Callable[..., Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(
+        self, layer: _Layer, state: Tensor, cosine: Tensor, sine: Tensor, product: Callable[..., Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [n,H,W] and keys [n,K,W], and values [n,K,W]."""
         inner = normalize(state, *layer.norm_before)
         query = product(inner, *layer.query).unflatten(1, (self.heads, -1))
@@ -92,7 +94,9 @@ class _Layer:
     def __init__(self, layer: Any) -> None:
         mixer, mlp = layer.self_attn, layer.mlp
         self.query, self.key, self.value, self.output = (_linear_of(m) for m in (mixer.q_proj, mixer.k_proj, mixer.v_proj, mixer.o_proj))
-        (self.gate, gate_bias), (self.up, up_bias), (self.down, down_bias) = (_linear_of(m) for m in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+        (self.gate, gate_bias), (self.up, up_bias), (self.down, down_bias) = (
+            _linear_of(m) for m in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        )
         if (gate_bias, up_bias, down_bias) != (None, None, None) or "silu" not in type(mlp.act_fn).__name__.lower():
             raise AttributeError("the gated layer has biases or another activation than SiLU")
         self.norm_before, self.norm_after = _norm_of(layer.input_layernorm), _norm_of(layer.post_attention_layernorm)

@@ -29,7 +29,8 @@ def evaluate_policy(policy: Policy, task: TextTask, k: tuple[int, ...] = (1,), s
         found[f"pass@{size}"] = _interval([pass_at_k(samples, int(row.sum()), size) for row in correct])
         if size > 1:
             answers = [
-                [RIGHT if right else texts[i * samples + j].strip() for j, right in enumerate(row.tolist())] for i, row in enumerate(correct)
+                [RIGHT if right else texts[i * samples + j].strip() for j, right in enumerate(row.tolist())]
+                for i, row in enumerate(correct)
             ]
             found[f"maj@{size}"] = _interval([majority_at_k(votes, RIGHT, size) for votes in answers])
     return found

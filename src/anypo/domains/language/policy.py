@@ -189,7 +189,9 @@ class LanguagePolicy(Policy):
         for i, prompt in enumerate(prompts):
             room = self.context_limit - len(prompt)
             if room < 1:
-                raise ValueError(f"prompt {i} has {len(prompt)} tokens but the model's context holds {self.context_limit}; shorten the prompt")
+                raise ValueError(
+                    f"prompt {i} has {len(prompt)} tokens but the model's context holds {self.context_limit}; shorten the prompt"
+                )
             limits[i] = min(limits[i], room)
         return sampler.sample(
             self.network,

@@ -144,7 +144,9 @@ def _survivors(alive: Bool[Tensor, " n"]) -> Int64[Tensor, " m"]:
 class _Draw:
     """Draws one token a row from float32 logits, which it overwrites, with the log-prob and the entropy."""
 
-    def __init__(self, temperature: Float[Tensor, " N"], generator: torch.Generator, top_p: float, greedy: bool, want_entropy: bool) -> None:
+    def __init__(
+        self, temperature: Float[Tensor, " N"], generator: torch.Generator, top_p: float, greedy: bool, want_entropy: bool
+    ) -> None:
         self.temperature, self.generator, self.top_p, self.greedy, self.want_entropy = temperature, generator, top_p, greedy, want_entropy
 
     def __call__(self, logits: Float[Tensor, "n V"], rows: Int64[Tensor, " n"]) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -74,7 +74,9 @@ def row_lengths(attended: Bool[Tensor, "N T"]) -> Int64[Tensor, " N"]:
     expected = torch.arange(attended.shape[1], device=attended.device) < lengths[:, None]
     if not torch.equal(attended, expected):
         row = int((attended != expected).any(dim=1).nonzero()[0])
-        raise ValueError(f"row {row} has a gap: valid positions must be contiguous from 0 (tokens of tools and turns are valid, only not in `mask`)")
+        raise ValueError(
+            f"row {row} has a gap: valid positions must be contiguous from 0 (tokens of tools and turns are valid, only not in `mask`)"
+        )
     return lengths
 
 

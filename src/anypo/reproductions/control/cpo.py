@@ -14,7 +14,7 @@ from anypo.domains.control.point_circle import PointCircle
 from anypo.domains.control.setup import build
 from anypo.methods.control.cpo import METHOD, cpo_step
 from anypo.methods.control.trpo import full_step
-from anypo.reproduce import Evidence, ablation, claim
+from anypo.claims import Evidence, ablation, claim
 from anypo.reproductions.common import train_on
 from anypo.run import Run
 

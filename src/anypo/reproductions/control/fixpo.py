@@ -12,7 +12,7 @@ import torch
 from anypo.batch import Batch
 from anypo.domains.control.setup import build
 from anypo.methods.control.fixpo import METHOD
-from anypo.reproduce import Evidence, ablation, claim
+from anypo.claims import Evidence, ablation, claim
 from anypo.reproductions.common import train_on
 from anypo.run import Run
 

@@ -8,14 +8,13 @@ import math
 import torch
 from torch import Tensor
 
+from anypo.claims import Evidence, ablation, claim
 from anypo.domains.control.setup import build
 from anypo.loops import on_policy
 from anypo.method import Method
 from anypo.methods.control.rat import METHOD as RAT
-
 from anypo.methods.control.rat import dual_sweep, kaczmarz, normalized, transformed_advantages, transformed_loss
 from anypo.methods.control.trpo import METHOD as TRPO
-from anypo.reproduce import Evidence, ablation, claim
 from anypo.reproductions.common import ShuffledCredit
 from anypo.run import Run
 

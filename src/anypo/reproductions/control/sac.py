@@ -14,7 +14,7 @@ from anypo.domains.control.setup import build
 from anypo.loops import off_policy
 from anypo.method import Method
 from anypo.methods.control.sac import METHOD, Temperature
-from anypo.reproduce import Evidence, ablation, claim
+from anypo.claims import Evidence, ablation, claim
 from anypo.run import Run
 from anypo.seams.credit import gae
 

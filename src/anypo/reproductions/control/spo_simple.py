@@ -18,7 +18,7 @@ from anypo.domains.control.setup import build
 from anypo.methods.control.ppo import METHOD as PPO
 from anypo.methods.control.spo_simple import METHOD as SPO
 from anypo.methods.control.spo_simple import deviation, objective
-from anypo.reproduce import Evidence, ablation, claim
+from anypo.claims import Evidence, ablation, claim
 from anypo.reproductions.common import train_on
 from anypo.run import Run
 from anypo.seams.objective import clipped

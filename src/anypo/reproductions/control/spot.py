@@ -18,7 +18,7 @@ from anypo.domains.control.setup import build
 from anypo.domains.control.tasks import GymTask
 from anypo.loops import off_policy
 from anypo.methods.control.spot import METHOD, density_of
-from anypo.reproduce import Evidence, ablation, claim
+from anypo.claims import Evidence, ablation, claim
 from anypo.run import Run
 
 SEEDS = (0, 1)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from anypo.methods.control.trpo import METHOD as TRPO
 from anypo.methods.control.trpo import TrustRegionStep, bound, fisher_softmax, full_step
-from anypo.reproduce import Evidence, ablation, claim
+from anypo.claims import Evidence, ablation, claim
 from anypo.reproductions.common import RandomMDP, on_cartpole
 from anypo.seams.natural import BatchGeometry
 

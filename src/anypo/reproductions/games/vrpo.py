@@ -194,8 +194,11 @@ def _stays_lower(blind: bool) -> Evidence:
     return Evidence(found, "variance over that of GAE below 0.8 in every step after the first quarter of the run", max(ratios) < 0.8)
 
 
+# Not supported at this size (128 games a step, 100 steps); whether a critic taught longer or by larger batches gets there was not tried.
 @claim(
-    "with a learned critic the variance of Q-boosted advantages stays below that of GAE on the same games throughout training", slow=True
+    "with a learned critic the variance of Q-boosted advantages stays below that of GAE on the same games throughout training",
+    slow=True,
+    reproduced=False,
 )
 def learned_critic() -> Evidence:
     return _stays_lower(False)

@@ -15,7 +15,7 @@ from anypo.methods.language.a_star_po import KEEP, VALUES, ReferenceValues, opti
 from anypo.methods.language.a_star_po import METHOD as A_STAR_PO
 from anypo.methods.language.grpo import METHOD as GRPO
 from anypo.methods.language.rloo import SequenceReinforce
-from anypo.reproduce import Evidence, ablation, claim
+from anypo.claims import Evidence, ablation, claim
 from anypo.reproductions.common import plain_sgd, steps_to, train_on
 from anypo.run import Run
 from anypo.seams.regression import AdvantageRegression

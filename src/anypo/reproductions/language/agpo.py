@@ -16,7 +16,7 @@ from anypo.method import Method
 from anypo.methods.language.agpo import METHOD as AGPO
 from anypo.methods.language.agpo import ProbeRollout, clip, temperature
 from anypo.methods.language.grpo import METHOD as GRPO
-from anypo.reproduce import Evidence, ablation, claim
+from anypo.claims import Evidence, ablation, claim
 from anypo.reproductions.common import BANDIT_STEP, ShuffledCredit, plain_sgd
 from anypo.run import Run
 from anypo.seams.credit import GroupRelative

@@ -16,7 +16,7 @@ from anypo.method import Method
 from anypo.methods.language.avspo import METHOD as AVSPO
 from anypo.methods.language.avspo import acr, advantages
 from anypo.methods.language.grpo import METHOD as GRPO
-from anypo.reproduce import Evidence, ablation, claim
+from anypo.claims import Evidence, ablation, claim
 from anypo.reproductions.common import plain_sgd, share_without_signal, train_on
 from anypo.run import Run
 from anypo.seams.groups import standardize

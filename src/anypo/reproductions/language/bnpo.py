@@ -15,7 +15,7 @@ from anypo.method import Method
 from anypo.methods.language.bnpo import METHOD as BNPO
 from anypo.methods.language.bnpo import BetaParameters, beta_params, variance_factor
 from anypo.methods.language.grpo import METHOD as GRPO
-from anypo.reproduce import Evidence, ablation, claim
+from anypo.claims import Evidence, ablation, claim
 from anypo.reproductions.common import plain_sgd, train_on
 from anypo.run import Run
 

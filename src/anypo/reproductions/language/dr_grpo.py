@@ -20,7 +20,7 @@ from anypo.batch import Batch
 from anypo.domains.language.toys.token_bandit import TabularTokens, TokenBandit
 from anypo.method import Method
 from anypo.methods.language.dr_grpo import METHOD as DR_GRPO
-from anypo.reproduce import Evidence, ablation, claim
+from anypo.claims import Evidence, ablation, claim
 from anypo.reproductions.common import CoinReward, LengthBandit, mean_length, plain_sgd, success_on_bandit, train_on
 from anypo.run import Run
 from anypo.seams.credit import GroupRelative

@@ -15,7 +15,7 @@ from anypo.methods.language.dvao import METHOD as DVAO
 from anypo.methods.language.dvao import adaptive_weights, advantages, sensitivity
 from anypo.methods.language.gdpo import METHOD as GDPO
 from anypo.methods.language.gdpo import DecoupledNormalization, advantage_combination, reward_combination
-from anypo.reproduce import Evidence, ablation, claim
+from anypo.claims import Evidence, ablation, claim
 from anypo.reproductions.common import ShuffledCredit, plain_sgd, train_on
 from anypo.seams.credit import GroupRelative
 from anypo.seams.groups import standardize

@@ -10,7 +10,7 @@ from anypo.domains.language.toys.token_bandit import TabularTokens, TokenBandit
 from anypo.method import Credit
 from anypo.methods.language.gdpo import METHOD as GDPO
 from anypo.methods.language.gdpo import DecoupledNormalization, advantages, reward_combination
-from anypo.reproduce import Evidence, ablation, claim
+from anypo.claims import Evidence, ablation, claim
 from anypo.reproductions.common import BANDIT_STEP, ShuffledCredit, plain_sgd, train_on
 from anypo.run import Run
 from anypo.seams.credit import GroupRelative

@@ -12,7 +12,7 @@ from anypo.domains.language.toys.token_bandit import TabularTokens, TokenBandit
 from anypo.method import Method
 from anypo.methods.language.nfpo import METHOD as NFPO
 from anypo.methods.language.nfpo import loss, trace, weight
-from anypo.reproduce import Evidence, ablation, claim
+from anypo.claims import Evidence, ablation, claim
 from anypo.reproductions.common import ShuffledCredit, plain_sgd, train_on
 from anypo.seams.objective import aggregate, clipped, token_ratio
 

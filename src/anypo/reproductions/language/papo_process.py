@@ -15,7 +15,7 @@ from anypo.batch import Batch
 from anypo.domains.language.toys.token_bandit import TabularTokens, TokenBandit
 from anypo.methods.language.papo_process import METHOD as PAPO
 from anypo.methods.language.papo_process import RIGHT, advantages
-from anypo.reproduce import Evidence, ablation, claim
+from anypo.claims import Evidence, ablation, claim
 from anypo.reproductions.common import plain_sgd, share_without_signal, train_on
 from anypo.run import Run
 from anypo.seams.credit import GroupRelative

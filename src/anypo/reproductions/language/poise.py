@@ -17,7 +17,7 @@ from anypo.loops.on_policy import step
 from anypo.method import Method
 from anypo.methods.language.poise import METHOD as POISE
 from anypo.methods.language.poise import STATE, advantages, batch_features
-from anypo.reproduce import Evidence, ablation, claim
+from anypo.claims import Evidence, ablation, claim
 from anypo.reproductions.common import ShuffledCredit
 from anypo.run import Run
 from anypo.seams.credit import GroupRelative

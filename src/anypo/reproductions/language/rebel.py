@@ -15,7 +15,7 @@ from anypo.method import Method
 from anypo.methods.language.grpo import METHOD as GRPO
 from anypo.methods.language.rebel import METHOD as REBEL
 from anypo.methods.language.rebel import PairwisePreference, mirror_step, residual
-from anypo.reproduce import Evidence, ablation, claim
+from anypo.claims import Evidence, ablation, claim
 from anypo.reproductions.common import ShuffledCredit, plain_sgd, train_on
 from anypo.run import Run
 from anypo.seams.credit import GroupRelative

@@ -26,7 +26,7 @@ from anypo.methods.language.grpo import METHOD as GRPO
 from anypo.methods.language.sgpo import METHOD as SGPO
 from anypo.methods.language.sgpo import GroupWeighted, SortedQueries, signal
 from anypo.policy import Policy, Signals
-from anypo.reproduce import Evidence, ablation, claim
+from anypo.claims import Evidence, ablation, claim
 from anypo.reproductions.common import plain_sgd
 from anypo.run import Run
 from anypo.seams.select import UniformPrompts

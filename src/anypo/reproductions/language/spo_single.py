@@ -17,7 +17,7 @@ from anypo.methods.language.grpo import METHOD as GRPO
 from anypo.methods.language.grpo import advantages as group_advantages
 from anypo.methods.language.spo_single import METHOD as SPO
 from anypo.methods.language.spo_single import TRACKER, PrioritizedPrompts, advantages, init, rho, update
-from anypo.reproduce import Evidence, ablation, claim
+from anypo.claims import Evidence, ablation, claim
 from anypo.reproductions.common import plain_sgd, steps_to, train_on
 from anypo.run import Run
 from anypo.seams.select import UniformPrompts

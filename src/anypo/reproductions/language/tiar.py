@@ -18,7 +18,7 @@ from anypo.method import Method
 from anypo.methods.language.grpo import METHOD as GRPO
 from anypo.methods.language.tiar import METHOD as TIAR
 from anypo.methods.language.tiar import TernaryReward, TrajectoryInformed, advantages
-from anypo.reproduce import Evidence, ablation, claim
+from anypo.claims import Evidence, ablation, claim
 from anypo.reproductions.common import plain_sgd, train_on
 from anypo.run import Run
 from anypo.seams.groups import broadcast, standardize
