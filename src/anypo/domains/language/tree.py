@@ -65,7 +65,8 @@ class PackedRow:
         if device.type == "cpu":
             return self
         blocks = [Block(b.query.to(device), b.key.to(device), None if b.seen is None else b.seen.to(device)) for b in self.blocks]
-        return PackedRow(*(x.to(device) for x in (self.tokens, self.position, self.rows, self.node)), blocks, self.output.to(device))
+        tokens, position, rows, node = (x.to(device) for x in (self.tokens, self.position, self.rows, self.node))
+        return PackedRow(tokens, position, rows, node, blocks, self.output.to(device))
 
 
 def row_lengths(attended: Bool[Tensor, "N T"]) -> Int64[Tensor, " N"]:

@@ -10,11 +10,11 @@ from typing import NamedTuple
 import torch
 
 from anypo.batch import Batch
+from anypo.claims import Evidence, ablation, claim
 from anypo.domains.control.point_circle import PointCircle
 from anypo.domains.control.setup import build
 from anypo.methods.control.cpo import METHOD, cpo_step
 from anypo.methods.control.trpo import full_step
-from anypo.claims import Evidence, ablation, claim
 from anypo.reproductions.common import train_on
 from anypo.run import Run
 

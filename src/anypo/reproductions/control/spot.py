@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from anypo.batch import Batch
+from anypo.claims import Evidence, ablation, claim
 from anypo.domains.control.replay import Recording, as_batch
 from anypo.domains.control.setup import build
 from anypo.domains.control.tasks import GymTask
 from anypo.loops import off_policy
 from anypo.methods.control.spot import METHOD, density_of
-from anypo.claims import Evidence, ablation, claim
 from anypo.run import Run
 
 SEEDS = (0, 1)
