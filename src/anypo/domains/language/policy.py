@@ -62,7 +62,7 @@ class LanguagePolicy(Policy):
         self.model: Any = model.eval() if lora_rank is None else _with_lora(model, lora_rank).eval()
         self.network = Network(self.causal_lm)
         if gradient_checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            self.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
             self.model.train()  # transformers checkpoints layers in training mode only
             self.network.checkpointing = True
         embeddings = self.causal_lm.get_input_embeddings().weight

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from anypo.batch import Batch
+from anypo.claims import Evidence, ablation, claim
 from anypo.domains.language.toys.token_bandit import TokenBandit
 from anypo.methods.control.bpo_bounded import METHOD as BPO
 from anypo.methods.control.bpo_bounded import BoundedRatio, loss, target_ratio
 from anypo.methods.control.ppo import METHOD as PPO
 from anypo.methods.control.ppo import policy_loss
-from anypo.claims import Evidence, ablation, claim
 from anypo.reproductions.common import RandomMDP, ShuffledCredit, on_cartpole, train_on
 from anypo.run import Run
 from anypo.seams.credit import GroupRelative

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from anypo.methods.control.on_policy_overview import reinforce_loss, vmpo
 from anypo.claims import Evidence, ablation, claim
+from anypo.methods.control.on_policy_overview import reinforce_loss, vmpo
 
 EPISODES, HORIZON = 20_000, 3
 REWARD = torch.tensor([[0.0, 1.0], [-0.5, 0.5]], dtype=torch.float64)  # [state, action]

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from anypo.batch import Batch
+from anypo.claims import Evidence, ablation, claim
 from anypo.domains.language.toys.token_bandit import TokenBandit
 from anypo.methods.control.ppo import FOR_DOMAIN, AdaptBeta, AdaptiveKL
 from anypo.methods.control.ppo import METHOD as PPO
-from anypo.claims import Evidence, ablation, claim
 from anypo.reproductions.common import BANDIT_STEP, ShuffledCredit, on_cartpole, plain_sgd, train_on
 from anypo.run import Run
 from anypo.seams.credit import GroupRelative

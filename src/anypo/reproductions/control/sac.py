@@ -10,11 +10,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from anypo.claims import Evidence, ablation, claim
 from anypo.domains.control.setup import build
 from anypo.loops import off_policy
 from anypo.method import Method
 from anypo.methods.control.sac import METHOD, Temperature
-from anypo.claims import Evidence, ablation, claim
 from anypo.run import Run
 from anypo.seams.credit import gae
 

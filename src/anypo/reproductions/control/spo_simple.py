@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from anypo.batch import Batch
+from anypo.claims import Evidence, ablation, claim
 from anypo.domains.control.setup import build
 from anypo.methods.control.ppo import METHOD as PPO
 from anypo.methods.control.spo_simple import METHOD as SPO
 from anypo.methods.control.spo_simple import deviation, objective
-from anypo.claims import Evidence, ablation, claim
 from anypo.reproductions.common import train_on
 from anypo.run import Run
 from anypo.seams.objective import clipped

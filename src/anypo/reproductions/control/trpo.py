@@ -11,9 +11,9 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
+from anypo.claims import Evidence, ablation, claim
 from anypo.methods.control.trpo import METHOD as TRPO
 from anypo.methods.control.trpo import TrustRegionStep, bound, fisher_softmax, full_step
-from anypo.claims import Evidence, ablation, claim
 from anypo.reproductions.common import RandomMDP, on_cartpole
 from anypo.seams.natural import BatchGeometry
 

@@ -9,13 +9,13 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
+from anypo.claims import Evidence, ablation, claim
 from anypo.domains.language.toys.token_bandit import TabularTokens, TokenBandit
 from anypo.method import Method, Objective
 from anypo.methods.language.a_star_po import KEEP, VALUES, ReferenceValues, optimal_policy, v_star
 from anypo.methods.language.a_star_po import METHOD as A_STAR_PO
 from anypo.methods.language.grpo import METHOD as GRPO
 from anypo.methods.language.rloo import SequenceReinforce
-from anypo.claims import Evidence, ablation, claim
 from anypo.reproductions.common import plain_sgd, steps_to, train_on
 from anypo.run import Run
 from anypo.seams.regression import AdvantageRegression

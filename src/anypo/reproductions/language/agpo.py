@@ -10,13 +10,13 @@ from statistics import fmean, pstdev
 
 import torch
 
+from anypo.claims import Evidence, ablation, claim
 from anypo.domains.language.toys.token_bandit import TokenBandit
 from anypo.loops.on_policy import train
 from anypo.method import Method
 from anypo.methods.language.agpo import METHOD as AGPO
 from anypo.methods.language.agpo import ProbeRollout, clip, temperature
 from anypo.methods.language.grpo import METHOD as GRPO
-from anypo.claims import Evidence, ablation, claim
 from anypo.reproductions.common import BANDIT_STEP, ShuffledCredit, plain_sgd
 from anypo.run import Run
 from anypo.seams.credit import GroupRelative

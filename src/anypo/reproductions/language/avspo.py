@@ -11,12 +11,12 @@ import torch
 from scipy.stats import spearmanr
 
 from anypo.batch import Batch
+from anypo.claims import Evidence, ablation, claim
 from anypo.domains.language.toys.token_bandit import TabularTokens, TokenBandit
 from anypo.method import Method
 from anypo.methods.language.avspo import METHOD as AVSPO
 from anypo.methods.language.avspo import acr, advantages
 from anypo.methods.language.grpo import METHOD as GRPO
-from anypo.claims import Evidence, ablation, claim
 from anypo.reproductions.common import plain_sgd, share_without_signal, train_on
 from anypo.run import Run
 from anypo.seams.groups import standardize

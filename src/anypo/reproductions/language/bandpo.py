@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from scipy.optimize import brentq, minimize
 
+from anypo.claims import Evidence, ablation, claim
 from anypo.domains.language.toys.token_bandit import TabularTokens, TokenBandit
 from anypo.method import Objective
 from anypo.methods.language.bandpo import METHOD as BANDPO
 from anypo.methods.language.bandpo import Band, BandClip, band, divergence
-from anypo.claims import Evidence, ablation, claim
 from anypo.reproductions.common import plain_sgd, steps_to, train_on
 from anypo.run import Run
 from anypo.seams.objective import ClippedSurrogate

@@ -10,12 +10,12 @@ from statistics import fmean, pstdev
 import torch
 from torch import Tensor
 
+from anypo.claims import Evidence, ablation, claim
 from anypo.domains.language.toys.token_bandit import TabularTokens, TokenBandit
 from anypo.method import Method
 from anypo.methods.language.bnpo import METHOD as BNPO
 from anypo.methods.language.bnpo import BetaParameters, beta_params, variance_factor
 from anypo.methods.language.grpo import METHOD as GRPO
-from anypo.claims import Evidence, ablation, claim
 from anypo.reproductions.common import plain_sgd, train_on
 from anypo.run import Run
 

@@ -8,11 +8,11 @@ from functools import cache
 import torch
 
 from anypo.batch import Batch
+from anypo.claims import Evidence, ablation, claim
 from anypo.method import Method, Objective
 from anypo.methods.language.cispo import METHOD as CISPO
 from anypo.methods.language.cispo import ClippedWeight, masked_loss
 from anypo.policy import Loss, Signals
-from anypo.claims import Evidence, ablation, claim
 from anypo.reproductions.common import pivotal_bandit, plain_sgd, rounds_to_half, train_on
 from anypo.reproductions.language.dapo import rounds_with_clip
 from anypo.run import Run

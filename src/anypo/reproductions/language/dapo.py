@@ -8,11 +8,11 @@ from statistics import fmean
 import torch
 
 from anypo.batch import Batch
+from anypo.claims import Evidence, ablation, claim
 from anypo.domains.language.toys.token_bandit import TabularTokens, TokenBandit
 from anypo.method import Method, Rollout
 from anypo.methods.language.dapo import METHOD as DAPO
 from anypo.methods.language.dapo import DynamicSampling, OverlongShaping
-from anypo.claims import Evidence, ablation, claim
 from anypo.reproductions.common import BANDIT_STEP, LengthBandit, mean_length, plain_sgd, rounds_to_half, success_on_bandit, train_on
 from anypo.run import Run
 from anypo.seams.objective import ClippedSurrogate

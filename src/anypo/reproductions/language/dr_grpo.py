@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from anypo.batch import Batch
+from anypo.claims import Evidence, ablation, claim
 from anypo.domains.language.toys.token_bandit import TabularTokens, TokenBandit
 from anypo.method import Method
 from anypo.methods.language.dr_grpo import METHOD as DR_GRPO
-from anypo.claims import Evidence, ablation, claim
 from anypo.reproductions.common import CoinReward, LengthBandit, mean_length, plain_sgd, success_on_bandit, train_on
 from anypo.run import Run
 from anypo.seams.credit import GroupRelative

@@ -9,13 +9,13 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
+from anypo.claims import Evidence, ablation, claim
 from anypo.domains.language.toys.token_bandit import TokenBandit
 from anypo.method import Method
 from anypo.methods.language.dvao import METHOD as DVAO
 from anypo.methods.language.dvao import adaptive_weights, advantages, sensitivity
 from anypo.methods.language.gdpo import METHOD as GDPO
 from anypo.methods.language.gdpo import DecoupledNormalization, advantage_combination, reward_combination
-from anypo.claims import Evidence, ablation, claim
 from anypo.reproductions.common import ShuffledCredit, plain_sgd, train_on
 from anypo.seams.credit import GroupRelative
 from anypo.seams.groups import standardize

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from anypo.batch import Batch
+from anypo.claims import Evidence, ablation, claim
 from anypo.domains.language.toys.token_bandit import TabularTokens, TokenBandit
 from anypo.method import Method
 from anypo.methods.language.edas import METHOD as EDAS
 from anypo.methods.language.edas import clipped_shift, delta
-from anypo.claims import Evidence, ablation, claim
 from anypo.reproductions.common import plain_sgd, steps_to, train_on
 from anypo.run import Run
 from anypo.seams.groups import group_max, group_min, group_sum

@@ -12,11 +12,11 @@ from scipy.optimize import linprog
 from torch import Tensor
 
 from anypo.batch import Batch
+from anypo.claims import Evidence, ablation, claim
 from anypo.domains.language.toys.token_bandit import TokenBandit
 from anypo.method import Method
 from anypo.methods.language.fiberpo import FIBERPO_DOMAIN, DomainFiberGate, apc, domain_ratio, gated_ratio
 from anypo.methods.language.grpo import METHOD as GRPO
-from anypo.claims import Evidence, ablation, claim
 from anypo.reproductions.common import plain_sgd, train_on
 from anypo.run import Run
 

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from anypo.batch import Batch
+from anypo.claims import Evidence, ablation, claim
 from anypo.domains.language.toys.token_bandit import TabularTokens, TokenBandit
 from anypo.method import Credit
 from anypo.methods.language.gdpo import METHOD as GDPO
 from anypo.methods.language.gdpo import DecoupledNormalization, advantages, reward_combination
-from anypo.claims import Evidence, ablation, claim
 from anypo.reproductions.common import BANDIT_STEP, ShuffledCredit, plain_sgd, train_on
 from anypo.run import Run
 from anypo.seams.credit import GroupRelative

@@ -9,10 +9,10 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
+from anypo.claims import Evidence, ablation, claim
 from anypo.domains.language.toys.token_bandit import TokenBandit
 from anypo.method import Method
 from anypo.methods.language.grpo import METHOD as GRPO
-from anypo.claims import Evidence, ablation, claim
 from anypo.reproductions.common import BANDIT_STEP, CoinReward, plain_sgd, steps_to, success_on_bandit, train_on
 from anypo.run import Run
 from anypo.seams.credit import GroupRelative

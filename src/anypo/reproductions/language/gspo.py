@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from anypo.batch import Batch
+from anypo.claims import Evidence, ablation, claim
 from anypo.domains.language.toys.token_bandit import TokenBandit
 from anypo.methods.language.grpo import METHOD as GRPO
 from anypo.methods.language.gspo import METHOD as GSPO
 from anypo.methods.language.gspo import SequenceClip, ratio
-from anypo.claims import Evidence, ablation, claim
 from anypo.reproductions.common import plain_sgd, train_on
 from anypo.run import Run
 from anypo.seams.objective import ClippedSurrogate

@@ -8,11 +8,11 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
+from anypo.claims import Evidence, ablation, claim
 from anypo.domains.language.toys.token_bandit import TabularTokens, TokenBandit
 from anypo.method import Method
 from anypo.methods.language.nfpo import METHOD as NFPO
 from anypo.methods.language.nfpo import loss, trace, weight
-from anypo.claims import Evidence, ablation, claim
 from anypo.reproductions.common import ShuffledCredit, plain_sgd, train_on
 from anypo.seams.objective import aggregate, clipped, token_ratio
 

@@ -9,12 +9,12 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
+from anypo.claims import Evidence, ablation, claim
 from anypo.domains.language.toys.token_bandit import TabularTokens, TokenBandit
 from anypo.method import Method
 from anypo.methods.language.grpo import METHOD as GRPO
 from anypo.methods.language.oapl import METHOD as OAPL
 from anypo.methods.language.oapl import LaggedRollout, optimal_policy
-from anypo.claims import Evidence, ablation, claim
 from anypo.reproductions.common import plain_sgd, train_on
 from anypo.run import Run
 from anypo.seams.objective import ClippedSurrogate, clipped

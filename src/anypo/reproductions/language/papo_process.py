@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from anypo.batch import Batch
+from anypo.claims import Evidence, ablation, claim
 from anypo.domains.language.toys.token_bandit import TabularTokens, TokenBandit
 from anypo.methods.language.papo_process import METHOD as PAPO
 from anypo.methods.language.papo_process import RIGHT, advantages
-from anypo.claims import Evidence, ablation, claim
 from anypo.reproductions.common import plain_sgd, share_without_signal, train_on
 from anypo.run import Run
 from anypo.seams.credit import GroupRelative

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from anypo.batch import Batch
+from anypo.claims import Evidence, ablation, claim
 from anypo.domains.language.toys.toy_arith import GruPolicy, ToyArith, make_toy_arith
 from anypo.loops.on_policy import step
 from anypo.method import Method
 from anypo.methods.language.poise import METHOD as POISE
 from anypo.methods.language.poise import STATE, advantages, batch_features
-from anypo.claims import Evidence, ablation, claim
 from anypo.reproductions.common import ShuffledCredit
 from anypo.run import Run
 from anypo.seams.credit import GroupRelative

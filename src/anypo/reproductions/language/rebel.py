@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from anypo.batch import Batch
+from anypo.claims import Evidence, ablation, claim
 from anypo.domains.language.toys.token_bandit import TabularTokens, TokenBandit
 from anypo.method import Method
 from anypo.methods.language.grpo import METHOD as GRPO
 from anypo.methods.language.rebel import METHOD as REBEL
 from anypo.methods.language.rebel import PairwisePreference, mirror_step, residual
-from anypo.claims import Evidence, ablation, claim
 from anypo.reproductions.common import ShuffledCredit, plain_sgd, train_on
 from anypo.run import Run
 from anypo.seams.credit import GroupRelative

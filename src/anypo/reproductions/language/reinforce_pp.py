@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from anypo.claims import Evidence, ablation, claim
 from anypo.domains.language.toys.token_bandit import TokenBandit
 from anypo.method import Credit
 from anypo.methods.language.reinforce_pp import METHOD as REINFORCE_PP
 from anypo.methods.language.reinforce_pp import BatchNormalizedReturn
 from anypo.methods.language.rloo import LeaveOneOut
-from anypo.claims import Evidence, ablation, claim
 from anypo.reproductions.common import success_on_bandit
 from anypo.run import Run
 from anypo.task import Prompt

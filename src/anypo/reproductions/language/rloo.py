@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from anypo.claims import Evidence, ablation, claim
 from anypo.domains.language.toys.token_bandit import TokenBandit
 from anypo.method import Credit
 from anypo.methods.language.rloo import METHOD as RLOO
 from anypo.methods.language.rloo import LeaveOneOut
-from anypo.claims import Evidence, ablation, claim
 from anypo.reproductions.common import success_on_bandit
 from anypo.run import Run
 from anypo.seams.credit import GroupRelative

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from anypo.batch import Batch
+from anypo.claims import Evidence, ablation, claim
 from anypo.loops.on_policy import step
 from anypo.method import Method
 from anypo.methods.language.grpo import METHOD as GRPO
 from anypo.methods.language.sgpo import METHOD as SGPO
 from anypo.methods.language.sgpo import GroupWeighted, SortedQueries, signal
 from anypo.policy import Policy, Signals
-from anypo.claims import Evidence, ablation, claim
 from anypo.reproductions.common import plain_sgd
 from anypo.run import Run
 from anypo.seams.select import UniformPrompts

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from anypo.batch import Batch
+from anypo.claims import Evidence, ablation, claim
 from anypo.domains.language.toys.token_bandit import TokenBandit
 from anypo.method import Method
 from anypo.methods.language.grpo import METHOD as GRPO
 from anypo.methods.language.grpo import advantages as group_advantages
 from anypo.methods.language.spo_single import METHOD as SPO
 from anypo.methods.language.spo_single import TRACKER, PrioritizedPrompts, advantages, init, rho, update
-from anypo.claims import Evidence, ablation, claim
 from anypo.reproductions.common import plain_sgd, steps_to, train_on
 from anypo.run import Run
 from anypo.seams.select import UniformPrompts

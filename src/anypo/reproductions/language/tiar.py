@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from anypo.batch import Batch
+from anypo.claims import Evidence, ablation, claim
 from anypo.domains.language.toys.token_bandit import TabularTokens, TokenBandit
 from anypo.method import Method
 from anypo.methods.language.grpo import METHOD as GRPO
 from anypo.methods.language.tiar import METHOD as TIAR
 from anypo.methods.language.tiar import TernaryReward, TrajectoryInformed, advantages
-from anypo.claims import Evidence, ablation, claim
 from anypo.reproductions.common import plain_sgd, train_on
 from anypo.run import Run
 from anypo.seams.groups import broadcast, standardize
