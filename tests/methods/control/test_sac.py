@@ -156,6 +156,13 @@ def test_training_moves_everything_and_targets_follow_slowly() -> None:
     assert float(run.method.rollout.buffer.take(torch.arange(30))["action"].min()) >= -1
 
 
+def test_without_its_loss_the_temperature_stands_still() -> None:
+    run = small_run(METHOD.but(regularize=METHOD.regularize[:1]))
+    for _ in range(2):
+        step(run)
+    assert run.version > 0 and float(run.policy.log_temperature) == 0.0
+
+
 def test_truncation_is_not_stored_as_an_end() -> None:
     run = small_run(METHOD.set("rollout.steps", 200))
     run.method.rollout.steps = 200

@@ -180,7 +180,7 @@ class SquashedGaussianActorCritic(EnvironmentPolicy):
         arrays = {"q": critics[-1].T.reshape(shape), "q_new": fresh[-1].T.reshape(shape), "logp_new": logp.reshape(shape[:2])}
         arrays["log_temperature"] = np.full(shape[:2], self.log_temperature.item(), dtype=np.float32)
         found = loss_fn.gradient(batch, arrays)
-        if found is None:
+        if found is None or not {"q", "q_new", "logp_new"} <= set(found.signals):
             return super().backward(batch, needs, loss_fn, recorded)
         slopes = found.signals
         self.critic.pull(critics, slopes["q"].reshape(-1, 2).T[..., None], into_weights=True)
@@ -189,7 +189,8 @@ class SquashedGaussianActorCritic(EnvironmentPolicy):
         by_x = by_action * (1 - action * action) + by_logp * (2 * action)  # the log-density grows by 2 tanh(x) with x
         by_log_std = (by_x * np.exp(bounded) * noise - by_logp) * (bounded == log_std)
         self.actor_network.accumulate(actor, np.concatenate([by_x, by_log_std], axis=1))
-        add_gradient(self.log_temperature, np.asarray(slopes["log_temperature"].sum(), dtype=np.float32))
+        if "log_temperature" in slopes:
+            add_gradient(self.log_temperature, np.asarray(slopes["log_temperature"].sum(), dtype=np.float32))
         return Loss(torch.tensor(found.value), found.metrics)
 
     def _pairs(self, q: Float[Tensor, "2 M"], shape: torch.Size) -> Float[Tensor, "N T 2"]:
