@@ -163,7 +163,7 @@ class FadingEntropy:
 
 METHOD = PPO.but(
     name="vrpo",
-    paper=Paper("Variance-Reduced Policy Optimization for self-play in imperfect-information games", "2605.19235", 2026),
+    paper=Paper("GAE Falls Short in Imperfect-Information Self-Play Reinforcement Learning", "2605.19235", 2026),
     domain="games",
     summary="PPO in self-play with an Expected SARSA(lambda) trace over a central action-value critic, free of the noise of later moves",
     select=UniformPrompts(prompts=1, group_size=1024),
