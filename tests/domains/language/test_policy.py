@@ -151,7 +151,7 @@ def test_recorded_values_give_the_same_gradient() -> None:
     first, second = policy(), policy(token_budget=10)
     first.backward(GROUPS, {"logp", "entropy"}, loss)
     known = second.observe(GROUPS, {"logp", "entropy"})
-    second.backward(GROUPS, {"logp", "entropy"}, loss, known)
+    second.backward(GROUPS, {"logp", "entropy"}, loss, known)  # in several chunks, the read-out's gradient added in place
     assert_same_gradients(gradients(second.model), gradients(first.model))
     assert second.evaluate(GROUPS, {"logp"}).logp.abs().sum() > 0  # values are back afterwards
 

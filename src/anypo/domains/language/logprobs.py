@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-CHUNK_ELEMENTS = 1 << 25  # logits held at once: 128 MB in float32
+CHUNK_ELEMENTS = 1 << 24  # logits held at once: 64 MB in float32
 
 
 def token_logprobs(
@@ -27,7 +27,8 @@ def token_logprobs(
     """log softmax(scale * hidden @ weight.T)[target] and, when asked for, the entropy of that softmax; both float32 and differentiable.
 
     `scale` is the inverse temperature of each position, > 0. The gradient is exact with respect to `hidden` and `weight`. With
-    `gradient_only` the values are not computed (they are zero): for a backward pass whose incoming gradients are known beforehand.
+    `gradient_only` the values are not computed (they are zero) and the gradient of a leaf `weight` is added to its `.grad` at once: for a
+    backward pass into the parameters whose incoming gradients are known beforehand.
     """
     logp, entropy = _TokenLogprobs.apply(hidden, weight, target, scale.float(), want_entropy, gradient_only)
     return logp, entropy if want_entropy else None
@@ -44,7 +45,7 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, scale: Tensor, want_entropy: bool, gradient_only: bool
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(hidden, weight, target, scale)
-        ctx.want_entropy = want_entropy
+        ctx.want_entropy, ctx.gradient_only = want_entropy, gradient_only
         logp = hidden.new_zeros(len(hidden), dtype=torch.float32)
         entropy = torch.zeros_like(logp) if want_entropy else logp.new_empty(0)
         for part in [] if gradient_only else _chunks(len(hidden), weight.shape[0]):
@@ -62,9 +63,8 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_logp, grad_entropy = gradients
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        grad_weight: Tensor | None = None
-        parts = _chunks(len(hidden), weight.shape[0])
-        for part in parts:
+        grad_weight = _weight_gradient(weight, in_place=ctx.gradient_only) if needs_weight else None
+        for part in _chunks(len(hidden), weight.shape[0]):
             # d logp / d logit_j = [j is the target] - p_j, and d entropy / d logit_j = -p_j (log p_j + entropy).
             centred = tempered_logits(hidden[part], weight, scale[part])
             centred.sub_(centred.logsumexp(dim=1, keepdim=True))
@@ -77,12 +77,26 @@ class _TokenLogprobs(torch.autograd.Function):
             slope = slope.mul_(scale[part, None]).to(hidden.dtype)
             if grad_hidden is not None:
                 grad_hidden[part] = slope @ weight
-            if needs_weight:
-                product = slope.T @ hidden[part]
-                if len(parts) > 1:
-                    product = product.float() if grad_weight is None else grad_weight.add_(product)
-                grad_weight = product
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
+            if grad_weight is not None:
+                _add_product(grad_weight, slope.T, hidden[part])
+        returned = None if grad_weight is None or ctx.gradient_only and weight.is_leaf else grad_weight.to(weight.dtype)
+        return grad_hidden, returned, None, None, None, None
+
+
+def _weight_gradient(weight: Tensor, in_place: bool) -> Tensor:
+    """Where the gradient of the read-out is summed: the parameter's own `.grad`, which spares a copy of the largest matrix, or a float32 buffer."""
+    if not (in_place and weight.is_leaf):
+        return torch.zeros_like(weight, dtype=torch.float32)
+    if weight.grad is None:
+        weight.grad = torch.zeros_like(weight)
+    return weight.grad
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total.add_(left @ right)
 
 
 def _entropy(log_probability: Float[Tensor, "M V"]) -> Float[Tensor, " M"]:
