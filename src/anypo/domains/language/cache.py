@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
+from anypo.domains.language.decoder import Decoder
 from anypo.domains.language.network import Network, pad_right
 from anypo.domains.language.tree import pack
 
@@ -54,6 +55,7 @@ class Slots:
         self.seen = (torch.arange(self.capacity) >= self.columns - lengths[:, None])[:, None, None, :].to(network.device)
         dtype = network.head.weight.dtype
         self.bias = None if bool(self.seen.all()) else torch.zeros_like(self.seen, dtype=dtype).masked_fill_(~self.seen, float("-inf"))
+        self.decoder = None if network.direct is None else Decoder(network.direct, network.head, self.rows)
 
     def fill(self, recorded: Recorder, slots: Int64[Tensor, " m"], places: Int64[Tensor, "m columns"]) -> None:
         """Copy recorded prompts into `slots`; `places` says where in the recorded row each column lies (anywhere before a prompt's beginning)."""
@@ -79,9 +81,13 @@ class Slots:
     def step(self, token: Int64[Tensor, " n"], position: Int64[Tensor, " n"]) -> Float[Tensor, "n D"]:
         """The states after reading one more token a row."""
         self.columns += 1
-        if self.network.direct is not None:
-            return self.network.direct.step(token, position, self.write, None if self.bias is None else self.bias[..., : self.columns])
+        if self.decoder is not None:
+            return self.decoder.step(token, position, self.write, None if self.bias is None else self.bias[..., : self.columns])
         return self.network(token[:, None], self.seen[..., : self.columns], position[:, None], cache=self)[0][:, 0]
+
+    def logits(self, hidden: Float[Tensor, "n D"]) -> Float[Tensor, "n V"]:
+        """float32 logits of the states that `step` gave."""
+        return self.network.logits(hidden) if self.decoder is None else self.network.scaled(self.decoder.head(hidden))
 
     def write(self, key: Float[Tensor, "n K W"], value: Float[Tensor, "n K W"], layer: int) -> tuple[Tensor, Tensor]:
         """Put one token a row into the last column; all keys and values so far [n,K,columns,W]."""
@@ -133,6 +139,10 @@ class Padded:
         """The states after reading one more token a row."""
         self.exists = torch.cat([self.exists, self.exists.new_ones(len(self.exists), 1)], dim=1)
         return self.network(token[:, None], self.exists.long(), position[:, None], cache=self.cache)[0][:, 0]
+
+    def logits(self, hidden: Float[Tensor, "n D"]) -> Float[Tensor, "n V"]:
+        """float32 logits of the states that `step` gave."""
+        return self.network.logits(hidden)
 
 
 def _padded_prefill(network: Network, prompts: list[Tensor]) -> tuple[Padded, Float[Tensor, "n D"]]:

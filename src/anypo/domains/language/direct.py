@@ -1,9 +1,8 @@
-"""Direct: a Llama-type body computed straight from its weights, packed rows for training and one token a row for decoding.
+"""Direct: a Llama-type body computed straight from its weights, for packed rows; `decoder.py` is its counterpart for decoding.
 
-The layers of Llama, Qwen2, Qwen3 and their kin are written out here because the modules cost twice: in decoding their bookkeeping takes as
-long as the arithmetic on a handful of rows, and in training autograd keeps every intermediate of the norms, rotations and gates, which here
-are recomputed or inverted in the backward pass. Whether a model is of that kind is found by trying: the states must be the model's own (see
-`network.py`). Left out: every other architecture, and layers with adapters; their own modules compute them.
+The layers of Llama, Qwen2, Qwen3 and their kin are written out because with the modules autograd keeps every intermediate of the norms, rotations
+and gates, which here are recomputed or inverted in the backward pass. Whether a model is of that kind is found by trying: the states must be the
+model's own (see `network.py`). Left out: every other architecture, and layers with adapters; their own modules compute them.
 """
 
 from __future__ import annotations
@@ -12,15 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn.functional import linear, scaled_dot_product_attention, silu
+from torch.nn.functional import linear, silu
 from torch.utils.checkpoint import checkpoint
 
 from anypo.domains.language.attention import tree_attention
 from anypo.domains.language.tree import PackedRow
 
-Update = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 Record = Callable[[Tensor, Tensor, int], Any]
 
 
@@ -32,7 +30,7 @@ class Direct:
         self.body = body
         self.heads: int = config.num_attention_heads
         self.key_heads: int = config.num_key_value_heads
-        self.layers = [_Layer(layer) for layer in body.layers]
+        self.layers = [Layer(layer) for layer in body.layers]
         self.final = _norm_of(body.norm)
 
     def read(self, row: PackedRow, record: Record | None = None, checkpointing: bool = False) -> Float[Tensor, "L D"]:
@@ -47,48 +45,28 @@ class Direct:
                 state = self._layer(layer, index, state, cosine, sine, row, record)
         return normalize(state, *self.final)
 
-    def step(
-        self, token: Int64[Tensor, " n"], position: Int64[Tensor, " n"], update: Update, bias: Float[Tensor, "n 1 1 S"] | None
-    ) -> Float[Tensor, "n D"]:
-        """States after reading `token` at `position`. `update(key, value [n,K,W], layer)` returns all keys and values [n,K,S,W];
-        `bias` is added to the scores, -inf where a row must not look."""
-        state = self.body.embed_tokens(token)
-        cosine, sine = (x[:, 0, None] for x in self.body.rotary_emb(state, position[:, None]))
-        for index, layer in enumerate(self.layers):
-            query, key, value = self._project(layer, state, cosine, sine, _few)
-            keys, values = update(key, value, index)
-            # Query heads that share a key head stand in line as several queries, so that the keys need not be repeated.
-            folded = query.unflatten(1, (self.key_heads, -1))
-            out = scaled_dot_product_attention(folded, keys, values, attn_mask=bias, scale=layer.scale)
-            state = state + _few(out.reshape(len(token), -1), *layer.output)
-            inner = normalize(state, *layer.norm_after)
-            state = state + _few(silu(_few(inner, layer.gate)).mul_(_few(inner, layer.up)), layer.down)
-        return normalize(state, *self.final)
-
     def _layer(
-        self, layer: _Layer, index: int, state: Tensor, cosine: Tensor, sine: Tensor, row: PackedRow, record: Record | None
+        self, layer: Layer, index: int, state: Tensor, cosine: Tensor, sine: Tensor, row: PackedRow, record: Record | None
     ) -> Float[Tensor, "L D"]:
-        query, key, value = (x.transpose(0, 1)[None] for x in self._project(layer, state, cosine, sine, linear))
+        query, key, value = (x.transpose(0, 1)[None] for x in self._project(layer, state, cosine, sine))
         if record is not None:
             record(key, value, index)
         out = tree_attention(query, key, value, row, layer.scale)[0].flatten(1)
         state = state + linear(out, *layer.output)
         return state + GatedMlp.apply(state, *layer.norm_after, layer.gate, layer.up, layer.down)
 
-    def _project(
-        self, layer: _Layer, state: Tensor, cosine: Tensor, sine: Tensor, product: Callable[..., Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, layer: Layer, state: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [n,H,W] and keys [n,K,W], and values [n,K,W]."""
         inner = normalize(state, *layer.norm_before)
-        query = product(inner, *layer.query).unflatten(1, (self.heads, -1))
-        key = product(inner, *layer.key).unflatten(1, (self.key_heads, -1))
-        value = product(inner, *layer.value).unflatten(1, (self.key_heads, -1))
+        query = linear(inner, *layer.query).unflatten(1, (self.heads, -1))
+        key = linear(inner, *layer.key).unflatten(1, (self.key_heads, -1))
+        value = linear(inner, *layer.value).unflatten(1, (self.key_heads, -1))
         if layer.norm_query is not None and layer.norm_key is not None:
             query, key = normalize(query, *layer.norm_query), normalize(key, *layer.norm_key)
         return Rotation.apply(query, cosine, sine), Rotation.apply(key, cosine, sine), value
 
 
-class _Layer:
+class Layer:
     """The weights of one layer, looked up once."""
 
     def __init__(self, layer: Any) -> None:
@@ -113,12 +91,6 @@ def _linear_of(module: nn.Module) -> tuple[Tensor, Tensor | None]:
 
 def _norm_of(module: Any) -> tuple[Tensor, float]:
     return module.weight, module.variance_epsilon
-
-
-def _few(rows: Float[Tensor, "n D"], weight: Float[Tensor, "E D"], bias: Tensor | None = None) -> Float[Tensor, "n E"]:
-    """A linear layer for few rows: with the weight on the left the product spares a reordering of it in bfloat16 on a CPU."""
-    out = torch.mm(weight, rows.t()).t()
-    return out if bias is None else out + bias
 
 
 def normalize(x: Float[Tensor, "*n D"], weight: Float[Tensor, " D"], eps: float) -> Float[Tensor, "*n D"]:

@@ -79,7 +79,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_hidden[part] = slope @ weight
             if grad_weight is not None:
                 _add_product(grad_weight, slope.T, hidden[part])
-        returned = None if grad_weight is None or ctx.gradient_only and weight.is_leaf else grad_weight.to(weight.dtype)
+        returned = None if grad_weight is None or (ctx.gradient_only and weight.is_leaf) else grad_weight.to(weight.dtype)
         return grad_hidden, returned, None, None, None, None
 
 

@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
 from anypo.domains.language import attention
+from anypo.domains.language.decoder import Decoder
 from anypo.domains.language.direct import Direct
 from anypo.domains.language.tree import PackedRow, pack
 
@@ -94,12 +95,11 @@ class Network:
 
     def logits(self, hidden: Float[Tensor, "n D"]) -> Float[Tensor, "n V"]:
         """float32 logits of a few states."""
-        if hidden.dtype == torch.float32:
-            logits = self.head(hidden)
-        else:  # the weight on the left, see `direct.py`; what follows walks along rows, so they are laid out as such
-            logits = torch.mm(self.head.weight, hidden.t()).t().float().contiguous()
-            logits = logits if self.head.bias is None else logits + self.head.bias
-        return logits if self.scale == 1.0 else logits * self.scale
+        return self.scaled(self.head(hidden))
+
+    def scaled(self, logits: Float[Tensor, "n V"]) -> Float[Tensor, "n V"]:
+        """What the head put out as the model's own logits, in float32."""
+        return logits.float() if self.scale == 1.0 else logits.float() * self.scale
 
     def states(self, sequences: Sequence[Tensor], prompt_lengths: Sequence[int], budget: int, layer: int | None = None) -> States:
         """States of all sequences: as packed trees of at most `budget` tokens a row where the model takes them, else as padded rows."""
@@ -173,7 +173,8 @@ class Network:
             return seen[layer]
 
         assert self.direct is not None
-        found = [self.direct.step(tokens[:, t], torch.full((2,), t, device=self.device), update, None) for t in range(3)]
+        decoder = Decoder(self.direct, self.head, rows=2)
+        found = [decoder.step(tokens[:, t], torch.full((2,), t, device=self.device), update, None) for t in range(3)]
         return _close(torch.stack(found, dim=1), expected)
 
 

@@ -116,7 +116,7 @@ def _decode(
     lengths = torch.tensor([len(p) for p in prompts])[out.source]
     cache, hidden = prefill(network, [prompts[i] for i in out.source[rows].tolist()], int(limit[rows].max()))
     for t in range(int(limit[rows].max())):
-        token, logp, entropy = draw(network.logits(hidden), rows)
+        token, logp, entropy = draw(cache.logits(hidden), rows)
         out.tokens[rows, t], out.logp[rows, t], out.valid[rows, t] = token, logp, True
         if out.entropy is not None:
             out.entropy[rows, t] = entropy  # type: ignore[assignment]

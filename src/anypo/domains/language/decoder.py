@@ -1,0 +1,113 @@
+"""Decoder: the same Llama-type body as `direct.py` for decoding, one token a row, with its weights laid out for few rows.
+
+A step on a handful of rows is bound by reading the weights and by the number of calls. So queries, keys and values become one product, and on a
+CPU each matrix is reordered once a sampling call into the blocks of the matrix kernels, whose products also take the activation, the gate and the
+sum with the state along. The reordering costs about as much as one step and, until the sampling call ends, a second copy of the weights.
+Left out: the reordering of models above PACKED_BYTES, and of those so small that calls, not weights, take the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+from torch.nn.functional import linear, scaled_dot_product_attention, silu
+
+if TYPE_CHECKING:
+    from anypo.domains.language.direct import Direct, Layer
+
+Update = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+PACKED_BYTES = 4 << 30
+SMALL = 1 << 16  # matrices of fewer elements are multiplied as they are
+
+
+class Decoder:
+    """A snapshot of the weights of one body and read-out: valid until the next update of either."""
+
+    def __init__(self, direct: Direct, head: Any, rows: int) -> None:
+        """`rows`: about how many rows a step will have."""
+        self.direct = direct
+        size = sum(p.numel() * p.element_size() for p in [*direct.body.parameters(), head.weight])
+        pack = size <= PACKED_BYTES and head.weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
+        self.layers = [_DecodingLayer(layer, rows, pack) for layer in direct.layers]
+        self.head = Product(head.weight, head.bias, rows, pack)
+
+    def step(
+        self, token: Int64[Tensor, " n"], position: Int64[Tensor, " n"], update: Update, bias: Float[Tensor, "n 1 1 S"] | None
+    ) -> Float[Tensor, "n D"]:
+        """States after reading `token` at `position`. `update(key, value [n,K,W], layer)` returns all keys and values [n,K,S,W];
+        `bias` is added to the scores, -inf where a row must not look."""
+        body, heads, key_heads = self.direct.body, self.direct.heads, self.direct.key_heads
+        state = body.embed_tokens(token)
+        cosine, sine = (x[:, 0, None] for x in body.rotary_emb(state, position[:, None]))
+        for index, layer in enumerate(self.layers):
+            mixed = layer.mix(normalize(state, *layer.norm_before)).unflatten(1, (heads + 2 * key_heads, -1))
+            turned, value = mixed.split([heads + key_heads, key_heads], dim=1)
+            if layer.norm_query is not None and layer.norm_key is not None:
+                query, key = turned.split([heads, key_heads], dim=1)
+                turned = torch.cat([normalize(query, *layer.norm_query), normalize(key, *layer.norm_key)], dim=1)
+            query, key = rotate(turned, cosine, sine).split([heads, key_heads], dim=1)
+            keys, values = update(key, value, index)
+            # Query heads that share a key head stand in line as several queries, so that the keys need not be repeated.
+            folded = query.unflatten(1, (key_heads, -1))
+            out = scaled_dot_product_attention(folded, keys, values, attn_mask=bias, scale=layer.scale)
+            state = layer.output.plus(out.reshape(len(token), -1), state)
+            inner = normalize(state, *layer.norm_after)
+            state = layer.down.plus(layer.up.times(inner, layer.gate.silu(inner)), state)
+        return normalize(state, *self.direct.final)
+
+
+class _DecodingLayer:
+    def __init__(self, layer: Layer, rows: int, pack: bool) -> None:
+        parts = (layer.query, layer.key, layer.value)
+        biases = [bias for _, bias in parts if bias is not None]
+        if len(biases) not in (0, 3):
+            raise AttributeError("some of queries, keys and values have a bias and some have none")
+        self.mix = Product(torch.cat([weight for weight, _ in parts]), torch.cat(biases) if biases else None, rows, pack)
+        self.output = Product(*layer.output, rows, pack)
+        self.gate, self.up, self.down = (Product(weight, None, rows, pack) for weight in (layer.gate, layer.up, layer.down))
+        self.norm_before, self.norm_after = layer.norm_before, layer.norm_after
+        self.norm_query, self.norm_key, self.scale = layer.norm_query, layer.norm_key, layer.scale
+
+
+class Product:
+    """x @ weight.T + bias for few rows, alone or with what follows it."""
+
+    def __init__(self, weight: Float[Tensor, "E D"], bias: Tensor | None, rows: int, pack: bool) -> None:
+        weight = weight.detach()
+        self.bias = None if bias is None else bias.detach()
+        self.packed = pack and weight.numel() >= SMALL and weight.dtype in (torch.float32, torch.bfloat16)
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, rows) if self.packed else weight
+
+    def __call__(self, x: Float[Tensor, "n D"]) -> Float[Tensor, "n E"]:
+        return self._one(x, "none") if self.packed else linear(x, self.weight, self.bias)
+
+    def silu(self, x: Float[Tensor, "n D"]) -> Float[Tensor, "n E"]:
+        return self._one(x, "swish") if self.packed else silu(linear(x, self.weight, self.bias), inplace=True)
+
+    def times(self, x: Float[Tensor, "n D"], other: Float[Tensor, "n E"]) -> Float[Tensor, "n E"]:
+        return self._two(x, other, "mul") if self.packed else linear(x, self.weight, self.bias).mul_(other)
+
+    def plus(self, x: Float[Tensor, "n D"], other: Float[Tensor, "n E"]) -> Float[Tensor, "n E"]:
+        return self._two(x, other, "add") if self.packed else linear(x, self.weight, self.bias).add_(other)
+
+    def _one(self, x: Tensor, what: str) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, what, [], "")
+
+    def _two(self, x: Tensor, other: Tensor, what: str) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise.binary(x, other, self.weight, self.bias, what)
+
+
+def normalize(x: Float[Tensor, "*n D"], weight: Float[Tensor, " D"], eps: float) -> Float[Tensor, "*n D"]:
+    """Root-mean-square norm, x / sqrt(mean(x^2) + eps) * weight, rounded as `direct.py` rounds it."""
+    wide = x.float()
+    return (wide * wide.square().mean(dim=-1, keepdim=True).add_(eps).rsqrt_()).to(x.dtype).mul_(weight)
+
+
+def rotate(x: Float[Tensor, "n H W"], cosine: Float[Tensor, "n 1 W"], sine: Float[Tensor, "n 1 W"]) -> Float[Tensor, "n H W"]:
+    """Rotary position embedding."""
+    low, high = x.chunk(2, dim=-1)
+    return torch.cat([-high, low], dim=-1).mul_(sine).add_(x * cosine)
