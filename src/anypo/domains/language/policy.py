@@ -56,7 +56,8 @@ class LanguagePolicy(Policy):
             raise ValueError(f"the temperature must be positive, not {temperature}; for the likeliest tokens sample with greedy=True")
         self.tokenizer, self.hidden_layer, self.temperature = tokenizer, hidden_layer, temperature
         size = sum(p.numel() for p in model.parameters())
-        self.token_budget = token_budget or (1024 if size > LARGE else 4096)
+        self.is_large = size > LARGE
+        self.token_budget = token_budget or (1024 if self.is_large else 4096)
         self.has_lora = lora_rank is not None
         self._gradient_only = False
         self.model: Any = model.eval() if lora_rank is None else _with_lora(model, lora_rank).eval()
@@ -71,7 +72,7 @@ class LanguagePolicy(Policy):
             nn.init.zeros_(self.value_head.weight)
             nn.init.zeros_(self.value_head.bias)
         self.provides = frozenset({"logp", "entropy", "hidden", "logits"} | ({"value"} if value_head else set()))
-        self.learning_rate = 1e-5 if size > LARGE and not self.has_lora else 1e-4
+        self.learning_rate = 1e-5 if self.is_large and not self.has_lora else 1e-4
 
     @property
     def causal_lm(self) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Set
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 from anypo.policy import Policy
 from anypo.task import Task
 
+log = logging.getLogger(__name__)
 DEFAULT_TASK = "arithmetic"
 DEFAULT_MODEL = "builtin"
+LARGE_ON_CPU = {"prompts_per_step": 2, "evaluation_prompts": 16}  # a step, and an evaluation, of about a minute at most
 TOYS = ("token_bandit", "toy_arith", "key_chain")
 
 
@@ -40,6 +43,11 @@ def build(task: Any, model: str | None, *, needs: Set[str] = frozenset(), seed: 
     }
     built = make_task(task, **options)
     policy = load_policy(model or DEFAULT_MODEL, value_head="value" in needs, **model_options)
+    if policy.is_large and policy.network.device.type == "cpu":
+        for name, value in LARGE_ON_CPU.items():
+            if isinstance(task, str) and hasattr(built, name) and name not in options:
+                log.warning("a model of this size on a CPU: %s is %d (set it with --option %s=...)", name, value, name)
+                setattr(built, name, value)
     return policy, built
 
 
