@@ -11,6 +11,7 @@ from typing import Any
 
 from anypo import catalogue, checkpoint, domains, loops
 from anypo.method import SEAMS, Method, Study
+from anypo.report.figures import pack
 from anypo.report.page import write_run_page
 from anypo.report.store import read_json, write_json_atomic
 from anypo.report.trackers import open_tracker
@@ -81,16 +82,18 @@ def build(
     settings: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> tuple[Method, Any, Any, str]:
-    """Method, policy, task and domain of a run, from names or objects."""
+    """Method, policy, task and domain of a run, from names or objects. A task object may say by its attribute `domain` whose it is."""
     first = get_method(method)
     if env is not None and task is not None:
         raise ValueError("give --task or --env, not both")
+    if env is None and task is None:
+        task = first.task or None
     domain = (
         "control"
         if env is not None
         else domains.owner(task, first.domain)
         if isinstance(task, str)
-        else "language"
+        else getattr(task, "domain", "language")
         if task
         else first.domain
     )
@@ -220,6 +223,7 @@ def _start(
         config |= {"describe": method.describe(), "diff": [list(d) for d in method.diff()], "command": command(method.name, config)}
         write_json_atomic(folder / "config.json", config)
         write_json_atomic(folder / "before.json", {"before": before, "samples": samples})
+        write_json_atomic(folder / "figures.json", {"before": figures(run)})
     return before, samples
 
 
@@ -229,9 +233,17 @@ def sample_completions(run: Run) -> list[Any]:
     return show(run, SAMPLES_SHOWN) if show else []
 
 
+def figures(run: Run) -> list[dict[str, str]]:
+    """What the task draws of the current policy for the run's page (see `anypo.report.figures`); [] when it draws nothing."""
+    draw = getattr(run.task, "figures", None)
+    return pack(draw(run)) if draw else []
+
+
 def _finish(run: Run, folder: Path, result: TrainResult, samples: list[Any]) -> None:
     write_json_atomic(folder / "summary.json", result.as_json())
     write_json_atomic(folder / "samples.json", {"before": samples, "after": sample_completions(run)})
+    drawn = read_json(folder / "figures.json") if (folder / "figures.json").exists() else {}  # runs of older versions drew nothing
+    write_json_atomic(folder / "figures.json", drawn | {"after": figures(run)})
     save = getattr(run.policy, "save_pretrained", None)
     if save:
         save(folder / "model")

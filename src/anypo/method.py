@@ -97,6 +97,8 @@ class Method:
     regularize: tuple[Objective, ...] = ()
     control: tuple[Control, ...] = ()
     loop: str = "on_policy"  # the module in loops/ that runs it
+    kind: str = "method"  # or system: it comes with problems of its own
+    task: str = ""  # what it trains on when nothing is named; empty = its domain's default
     summary: str = ""  # one sentence: what it changes
     base: Method | None = field(default=None, repr=False)
     stages: tuple[Stage, ...] = ()  # when set, the stages run one after another and the seams above describe the first

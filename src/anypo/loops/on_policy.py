@@ -36,8 +36,9 @@ def step(run: Run) -> Batch:
 
 
 def refuse_lone_members(method: Method, batch: Batch) -> None:
-    """A credit that compares the attempts at a prompt learns nothing from single attempts. Raises ValueError."""
-    if getattr(method.credit, "compares_group", False) and len(torch.unique(batch.group)) == len(batch):
+    """A credit or objective that compares the attempts at a prompt learns nothing from single attempts. Raises ValueError."""
+    compares = any(getattr(component, "compares_group", False) for component in (method.credit, method.objective))
+    if compares and len(torch.unique(batch.group)) == len(batch):
         raise ValueError(
             f"{method.name} compares several attempts at the same prompt, but every group has one member; set select.group_size to 2 or more"
         )

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from anypo.report import plots
+from anypo.report.figures import figures_html
 from anypo.report.parts import (
     NOTHING,
     command_block,
@@ -44,6 +45,7 @@ class RunFolder:
     config: dict[str, Any] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
     samples: dict[str, Any] = field(default_factory=dict)
+    figures: dict[str, Any] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
 
     def fact(self, *names: str) -> str:
@@ -57,7 +59,7 @@ class RunFolder:
 
 
 def write_run_page(run_dir: Path | str) -> Path:
-    """Writes `run_dir`/report.html from metrics.jsonl and, where they are there, config.json, samples.json and summary.json.
+    """Writes `run_dir`/report.html from metrics.jsonl and, where they are there, config.json, samples.json, figures.json and summary.json.
 
     Raises ValueError when the folder holds no metrics.
     """
@@ -107,7 +109,7 @@ def _load(path: Path) -> RunFolder:
     if not records:
         raise ValueError(f"{path} holds no metrics; give a folder written by anypo train, after its first step")
     run = RunFolder(path, records)
-    for name in ("config", "summary", "samples"):
+    for name in ("config", "summary", "samples", "figures"):
         try:
             value = read_json(path / f"{name}.json")
             if not isinstance(value, dict):
@@ -131,6 +133,7 @@ def _run_body(run: RunFolder) -> str:
             notices,
             section("Before and after training", _tiles(run.summary)),
             section("Learning curves", _charts(run.records)),
+            section("Pictures", figures_html(run.figures.get("before"), run.figures.get("after"))),
             section("Completions before and after", samples(before, after)),
             section("The method", method_text(run.config)),
             section("Repeat this run", command_block(run.config.get("command"))),

@@ -101,6 +101,7 @@ class RelativeRewardRegression:
     eta: float = 1.0  # step size of the mirror step that the regression fits, > 0, in units of 1 / reward
 
     needs = frozenset({"logp"})
+    compares_group = True
 
     def __call__(self, batch: Batch, new: Signals, run: Run) -> Loss:
         assert batch.advantage is not None

@@ -1,0 +1,1 @@
+"""Diffusion: an action is a denoising step, a trajectory the way from noise to a picture."""

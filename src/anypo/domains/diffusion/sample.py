@@ -1,0 +1,58 @@
+"""Chains from noise to data, and the batch they make."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from anypo.batch import Batch
+from anypo.domains.diffusion.denoise import Schedule
+from anypo.domains.diffusion.policy import Condition, DenoisingPolicy
+
+RECORDED = frozenset({"logp", "entropy", "mean", "log_std"})  # what a batch keeps of the policy that acted
+
+
+@torch.no_grad()
+def sample(
+    policy: DenoisingPolicy, start: Float[Tensor, "N D"], condition: Condition, schedule: Schedule, generator: torch.Generator | None = None
+) -> Float[Tensor, "N T+1 D"]:
+    """Chains from `start` under a schedule, whose fields are [T] or, one schedule a row, [N,T]. `condition`: [N,T or 1,C], N prompts or None.
+
+    Draws from `generator` at the steps that have noise alone, so a deterministic schedule needs none.
+    """
+    x, steps = [start], schedule.keep.shape[-1]
+    level, keep, pull, std = (part.to(start.dtype) for part in schedule)
+    for k in range(steps):
+        here = x[-1]
+        at = None if condition is None else condition if isinstance(condition, list) else condition[:, min(k, condition.shape[1] - 1), None]
+        velocity = policy.velocity(here[:, None], level[..., k].expand(len(here))[:, None], at)[:, 0]
+        following = keep[..., k, None] * here + pull[..., k, None] * velocity
+        if bool((std[..., k] > 0).any()):
+            following = following + std[..., k, None] * torch.randn(here.shape, generator=generator, dtype=here.dtype).to(here.device)
+        x.append(following)
+    return torch.stack(x, dim=1)
+
+
+def as_batch(
+    policy: DenoisingPolicy, x: Float[Tensor, "N T+1 D"], condition: Condition, schedule: Schedule, group: Tensor, prompt_id: Tensor
+) -> Batch:
+    """Chains as a batch, scored by the policy that made them. A step without noise is nobody's choice: its mask is False."""
+    rows, steps = x.shape[0], x.shape[1] - 1
+    step = torch.stack([part.expand(rows, steps) for part in schedule[1:]], dim=-1).to(x.dtype)
+    signals = {"prompt_id": prompt_id, "step": step, "level": schedule.level[..., :-1].expand(rows, steps).to(x.dtype)}
+    if condition is not None:
+        signals["condition"] = condition if isinstance(condition, list) else condition.expand(rows, steps, -1)  # type: ignore[assignment]
+    mask = step[..., 2] > 0
+    batch = Batch(action=x[:, 1:], mask=mask, logp=torch.zeros(mask.shape), group=group, context=x[:, :-1], signals=signals)
+    batch.terminated, batch.truncated = torch.ones(rows, dtype=torch.bool), torch.zeros(rows, dtype=torch.bool)
+    batch.valid = torch.ones_like(mask)
+    found = policy.observe(batch, RECORDED)
+    batch.logp = found.pop("logp")
+    batch.signals |= {f"old_{name}": value for name, value in found.items()}
+    return batch
+
+
+def final(batch: Batch) -> Float[Tensor, "N D"]:
+    """What the chains ended in."""
+    return batch.action[:, -1]

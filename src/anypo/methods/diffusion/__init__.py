@@ -1,0 +1,1 @@
+"""Methods for diffusion and flow models, one file a paper."""

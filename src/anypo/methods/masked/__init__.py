@@ -1,0 +1,1 @@
+"""Methods for masked-diffusion language models, one file a paper."""

@@ -1,0 +1,1 @@
+"""Claims of the diffusion methods, one file a paper."""

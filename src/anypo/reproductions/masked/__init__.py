@@ -1,0 +1,1 @@
+"""Claims of the masked-diffusion methods, one file a paper."""
