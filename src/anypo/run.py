@@ -245,7 +245,10 @@ class Run:
             self._timings[name] = self._timings.get(name, 0.0) + time.perf_counter() - start
 
     def finish_step(self, batch: Batch, metrics: dict[str, float]) -> None:
-        """Write the step's record, advance, and checkpoint when it is time."""
+        """Write the step's record, advance, and checkpoint when it is time. Under a budget of actions, a step that generated none (imitation,
+        preferences) is charged with those it learned from, or it would go on for ever."""
+        if self.max_actions and self.actions == self._actions_before:
+            self.actions += int(batch.mask.sum())
         record: dict[str, Any] = {"step": self.step, "reward": float(batch.outcome.double().mean()) if batch.reward is not None else None}
         if batch.objectives and batch.reward is not None:
             record |= {f"reward/{name}": float(batch.reward[:, k].double().mean()) for k, name in enumerate(batch.objectives)}

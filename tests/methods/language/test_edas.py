@@ -129,6 +129,16 @@ def test_answer_keys_come_from_the_signal_the_text_or_the_tokens() -> None:
     assert answer_keys(batch).tolist() == [9, 9, 9]
 
 
+def test_answer_keys_of_vector_actions_compare_what_counts() -> None:
+    action = torch.zeros(3, 2, 4)
+    action[1, 1], action[2, 0] = 7.0, 7.0  # row 1 differs in padding alone
+    mask = torch.tensor([[True, True], [True, False], [True, True]])
+    mask[0, 1] = False
+    batch = Batch(action, mask, torch.zeros(3, 2), torch.zeros(3, dtype=torch.int64))
+    keys = answer_keys(batch).tolist()
+    assert keys[0] == keys[1] != keys[2]
+
+
 def test_off_it_trains_as_grpo() -> None:
     off = METHOD.set("credit.alpha", 0.0).set("credit.beta", 0.0)
     assert torch.equal(trained(off, 4).policy.logits, trained(GRPO.set("select.group_size", 10), 4).policy.logits)

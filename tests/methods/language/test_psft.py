@@ -54,6 +54,12 @@ def test_it_trains_through_the_loop(method):
     assert run.actions == 0  # demonstrations are not generated
 
 
+def test_a_budget_of_actions_is_charged_with_what_was_learned_from():
+    policy, task = make_toy_arith(small=True)
+    run = train(Run(METHOD.set("rollout.count", 16), policy, task, steps=1000, max_actions=100))
+    assert run.finished and 100 <= run.actions < 300 and run.step < 100
+
+
 def test_the_trust_region_is_around_the_start_of_each_batch():
     policy, task = make_toy_arith(small=True)
     run = Run(METHOD, policy, task, steps=2)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from anypo.batch import Batch
 from anypo.domains.language.toys.token_bandit import TokenBandit
+from anypo.loops.on_policy import train
 from anypo.methods.language.rebel import (
     METHOD,
     PairwisePreference,
@@ -23,8 +24,10 @@ from anypo.methods.language.rebel import (
     residual,
 )
 from anypo.methods.language.rloo import rloo, rloo_loss
+from anypo.methods.language.spo_single import METHOD as SPO_SINGLE
 from anypo.policy import Signals
 from anypo.reproductions.common import train_on
+from anypo.run import Run
 
 
 def random_rows(seed: int = 0, rows: int = 6) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -127,6 +130,14 @@ def test_component_takes_the_advantages_of_any_credit() -> None:
     batch = Batch(torch.zeros(6, 4, dtype=torch.int64), mask, old, group, advantage=reward[:, None] * mask)
     ours = RelativeRewardRegression(eta=1.3)(batch, Signals(logp=logp), None).value  # type: ignore[arg-type]
     torch.testing.assert_close(ours, pair_loss(logp, old, mask, reward, group, 1.3).loss)
+
+
+def test_pairs_need_groups() -> None:
+    """Also when the credit itself compares nobody."""
+    task = TokenBandit(prompts=2, vocabulary=3)
+    method = METHOD.but(credit=SPO_SINGLE.credit).set("select.group_size", 1)
+    with pytest.raises(ValueError, match="every group has one member"):
+        train(Run(method, task.policy(), task, steps=1))
 
 
 @pytest.mark.parametrize("group_size", [2, 5])

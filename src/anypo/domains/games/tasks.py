@@ -9,8 +9,11 @@ from torch import Tensor
 from anypo.batch import Batch
 from anypo.domains.games.policy import GamePolicy
 from anypo.domains.games.tree import END, GameTree, compile_game
+from anypo.report import plots
 from anypo.run import Run
 from anypo.task import Prompt
+
+CURVE_POINTS = 50  # of the exploitability curve along a run
 
 
 class SelfPlay:
@@ -39,6 +42,8 @@ class SelfPlay:
                 f"{self.name}; use vrpo or its credit"
             )
         policy: GamePolicy = run.policy  # type: ignore[assignment]
+        if run.step % max(1, run.total_steps // CURVE_POINTS) == 0:
+            run.log(exploitability=self.tree.exploitability(policy.table))
         group = torch.tensor([g for g, p in enumerate(prompts) for _ in range(p.samples)])
         batch = play(self.tree, policy.table, len(group), run.generator)
         found = policy.observe(batch, {"logp", "entropy", "logits"})
@@ -55,6 +60,15 @@ class SelfPlay:
         """Exact exploitability of the policy (0 at an equilibrium; lower is better) and its value for the first seat."""
         table = run.policy.table
         return {"exploitability": self.tree.exploitability(table), "first_seat_value": float(self.tree.values(table)[0])}  # type: ignore[arg-type]
+
+    def figures(self, run: Run) -> list[tuple[str, str]]:
+        """Exact exploitability along the run, once it has begun."""
+        points = [(record["step"], record["exploitability"]) for record in run.history if "exploitability" in record]
+        if not points:
+            return []
+        points.append((run.step, self.tree.exploitability(run.policy.table)))  # type: ignore[arg-type]
+        steps, values = zip(*points, strict=True)
+        return [("Exploitability", plots.learning_curves([plots.Series(run.method.name, steps, values)], "step", "exploitability"))]
 
 
 def play(tree: GameTree, table: Tensor, games: int, generator: torch.Generator) -> Batch:

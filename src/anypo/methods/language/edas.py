@@ -105,7 +105,8 @@ def answer_keys(batch: Batch) -> Int[Tensor, " N"]:
     if "completion" in batch.signals:
         numbers: dict[str, int] = {}
         return torch.tensor([numbers.setdefault(answer_of(text), len(numbers)) for text in batch.signals["completion"]], dtype=torch.int64)
-    written = torch.where(batch.mask, batch.action, torch.full_like(batch.action, -1))
+    mask = batch.mask.reshape(*batch.mask.shape, *[1] * (batch.action.dim() - 2))  # actions of some domains are vectors
+    written = torch.where(mask, batch.action, torch.full_like(batch.action, -1))
     return torch.unique(written, dim=0, return_inverse=True)[1]
 
 
