@@ -3,6 +3,8 @@ import math
 import pytest
 import torch
 
+from anypo.domains.language.toys.token_bandit import TokenBandit
+from anypo.loops.on_policy import train
 from anypo.methods.language.grpo import METHOD as GRPO
 from anypo.methods.language.sgpo import (
     METHOD,
@@ -16,6 +18,7 @@ from anypo.methods.language.sgpo import (
     row_weights,
     signal,
 )
+from anypo.run import Run
 from tests.helpers import assert_resumes, assert_trains, random_rows, trained
 
 PLAIN = {"easy": 2.0, "keep_unsolved": 1.0, "g_min": 4, "g_max": 4}
@@ -108,3 +111,12 @@ def test_trains_and_resumes(tmp_path):
     method = METHOD.but(select=SortedQueries(prompts=2, pool=4, samples=4, keep_unsolved=1.0))
     assert_trains(method, vocabulary=2)
     assert_resumes(method, tmp_path, vocabulary=2)
+
+
+def test_a_budget_of_actions_bounds_what_is_profiled() -> None:
+    """Without a pool, a run without an end (all steps its budget allows) profiles a quarter of the budget, one round more at most."""
+    task = TokenBandit()
+    run = Run(METHOD.but(select=SortedQueries(keep_unsolved=1.0)), task.policy(), task, steps=10**9, max_actions=2000)
+    train(run)
+    first = run.history[0]
+    assert 0 < first["profile_actions"] <= 500 + task.prompts_per_step * 8 * 2 and run.actions >= 2000 and run.finished

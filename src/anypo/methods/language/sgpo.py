@@ -103,7 +103,7 @@ class SortedQueries:
     """
 
     prompts: int | None = None  # queries a step, >= 1; None = the task's own default
-    pool: int | None = None  # queries to profile, >= 1; None = as many as the run's steps can use
+    pool: int | None = None  # queries to profile, >= 1; None = as many as the steps can use, or a quarter of a budget of actions can profile
     samples: int = 8  # k, profiling samples a query, >= 1
     easy: float = 1.0  # success from which a query is dropped; above 1 keeps all
     keep_unsolved: float = 0.25  # in [0,1], share of the queries without any success that stays
@@ -138,9 +138,13 @@ class SortedQueries:
 
     def profiled(self, task: Task, count: int, run: Run) -> dict[str, object]:
         """Sample, score and plan. Raises ValueError when the filter leaves nothing."""
-        pool, seed = self.pool or count * run.total_steps, int(run.rng.integers(2**62))
+        budget = run.max_actions // 4 if run.max_actions and self.pool is None else None  # an attempt takes an action at least
+        affordable = count * run.total_steps if budget is None else max(count, min(count * run.total_steps, budget // self.samples))
+        pool, seed = self.pool or affordable, int(run.rng.integers(2**62))
         queries, success, before = self.queries(task, pool, seed), [], run.actions
         for start in range(0, len(queries), count):
+            if budget is not None and success and run.actions - before >= budget:
+                break
             batch = run.collect([p.but(samples=self.samples) for p in queries[start : start + count]])
             batch.reward = run.score_rewards(batch)
             reward = batch.outcome if batch.reward_is_dense else weighted_sum(batch.reward, self.weights)
