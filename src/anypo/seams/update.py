@@ -47,9 +47,16 @@ class GradientSteps:
         totals: dict[str, list[float]] = {}
         for _ in range(self.epochs):
             for part in minibatches(batch, self.minibatches, unit, run.generator):
-                for name, value in self.one_step(part, loss_fn, optimizer, run).items():
+                found = self.one_step(part, loss_fn, optimizer, run)
+                for name, value in found.items():
                     totals.setdefault(name, []).append(value)
-        return {name: sum(values) / len(values) for name, values in totals.items()}
+                if self.enough(found):
+                    return _means(totals)
+        return _means(totals)
+
+    def enough(self, metrics: dict[str, float]) -> bool:
+        """Whether the rest of the batch's steps is left out after one with these metrics; a method that stops early says when."""
+        return False
 
     def one_step(self, part: Batch, loss_fn: MethodLoss, optimizer: torch.optim.Optimizer, run: Run) -> dict[str, float]:
         """Gradient, clip, optimizer step, zero; returns the loss, its metrics and the gradient norm."""
@@ -66,6 +73,10 @@ class GradientSteps:
 
     def build(self, policy: Policy) -> torch.optim.Optimizer:
         return build_optimizer(policy, self.optimizer, self.learning_rate, self.weight_decay, {"value": self.value_learning_rate})
+
+
+def _means(totals: dict[str, list[float]]) -> dict[str, float]:
+    return {name: sum(values) / len(values) for name, values in totals.items()}
 
 
 def build_optimizer(

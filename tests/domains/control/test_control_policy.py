@@ -77,8 +77,10 @@ def test_the_gradient_by_hand_is_that_of_autograd(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["CartPole-v1", "Pendulum-v1"])
-def test_the_closed_form_of_ppo_is_what_autograd_finds(name: str) -> None:
+@pytest.mark.parametrize(("slug", "share"), [("ppo", "clip_fraction"), ("bpo_bounded", "clip_fraction"), ("spo_simple", "fraction_outside")])
+def test_a_closed_form_is_what_autograd_finds(slug: str, share: str, name: str) -> None:
     policy, batch, run = collected(name)
+    run.method = catalogue.get(slug, "control")
     with torch.no_grad():  # far enough for many ratios to leave the band
         for p in policy.parameters():
             p.add_(0.06 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
@@ -93,7 +95,7 @@ def test_the_closed_form_of_ppo_is_what_autograd_finds(name: str) -> None:
         loss = policy.backward(batch, loss_fn.needs, loss_fn)
         results.append((float(loss.value), loss.metrics, [p.grad.clone() for p in policy.parameters()]))
     (value, metrics, ours), (theirs_value, theirs_metrics, theirs) = results
-    assert value == pytest.approx(theirs_value, rel=1e-5) and 0.1 < metrics["clip_fraction"] < 0.9
+    assert value == pytest.approx(theirs_value, rel=1e-5) and 0.1 < metrics[share] < 0.9
     assert metrics == pytest.approx(theirs_metrics, rel=1e-4)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4)

@@ -8,6 +8,7 @@ Gymnasium's thin wrappers taken off. Left out: worker processes (a step of these
 from __future__ import annotations
 
 import difflib
+import importlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,11 @@ from numpy.typing import NDArray
 
 from anypo.domains.control import classic
 
+OWN = {  # environments of this package, registered with Gymnasium when they are asked for
+    "PointAvoid-v0": "anypo.domains.control.point_avoid",
+    "PointCircle-v0": "anypo.domains.control.point_circle",
+    "TwoGoals-v0": "anypo.domains.control.two_goals",
+}
 Maker = Callable[..., Any]  # makes a Gymnasium environment; takes `render_mode` where pictures of it are wanted
 
 
@@ -39,6 +45,7 @@ class Spaces:
     actions: int | None  # number of discrete actions; None for continuous ones
     low: NDArray[np.float32] | None  # [D] bounds of continuous actions, possibly infinite
     high: NDArray[np.float32] | None
+    chunk: int = 1  # environment steps an action takes; D counts all of them
 
     @property
     def action_size(self) -> int:
@@ -60,7 +67,11 @@ class Environments(Protocol):
 
     count: int
     restorable: bool  # whether get_state and set_state bring an episode back exactly
-    failures: int  # environments that were made anew after they raised
+
+    @property
+    def failures(self) -> int:
+        """Environments that were made anew after they raised."""
+        ...
 
     def reset(self, row: int, seed: int | None = None) -> NDArray[np.float32]: ...
 
@@ -80,6 +91,8 @@ def maker(environment: str | Maker) -> Maker:
     if not isinstance(environment, str):
         return environment
     name = environment.removeprefix("gym:")
+    if name in OWN:
+        importlib.import_module(OWN[name])
     if name not in gymnasium.registry and ":" not in name:  # module:Id lets Gymnasium import the module that registers it
         near = difflib.get_close_matches(name, gymnasium.registry, 3, 0.5)
         hint = f"did you mean {' or '.join(near)}?" if near else "gymnasium.registry lists those that are installed"
@@ -136,21 +149,25 @@ def make_environments(make: Maker, spaces: Spaces, count: int, tolerant: bool = 
     )
     if plain and spec.id in classic.KNOWN:
         first.close()
-        return Classic(spec.id, count, int(spec.max_episode_steps or 10**9))
+        return Classic(classic.KNOWN[spec.id], count, int(spec.max_episode_steps or 10**9))
+    bare, limit = _unwrap(first)
+    dynamics = getattr(bare, "dynamics", None)  # of an `ArrayEnvironment`
+    if dynamics is not None:
+        return Classic(dynamics, count, limit)
     return Separate(first, make, spaces, count, tolerant)
 
 
 class Classic:
-    """N classic-control problems as arrays."""
+    """N problems of one kind as arrays: classic control, and others that have such `dynamics`."""
 
     restorable = True
     failures = 0
 
-    def __init__(self, name: str, count: int, limit: int) -> None:
+    def __init__(self, dynamics: classic.Dynamics, count: int, limit: int) -> None:
         from gymnasium.utils import seeding
 
-        self.name, self.count, self.limit = name, count, limit
-        self.dynamics = classic.KNOWN[name]
+        self.count, self.limit = count, limit
+        self.dynamics = dynamics
         self.random_stream = seeding.np_random
         self.generators = [seeding.np_random(None)[0] for _ in range(count)]
         self.elapsed = np.zeros(count, dtype=np.int64)

@@ -1,7 +1,7 @@
 """Point-Circle: a point that is paid for running around a circle and charged for leaving a corridor (after the task of arXiv:1705.10528).
 
-The circle is wider than the corridor, so the best unconstrained behaviour breaks the constraint. Registered as `PointCircle-v0` when this module is
-imported; from the command line `--env gym:anypo.domains.control.point_circle:PointCircle-v0`.
+The circle is wider than the corridor, so the best unconstrained behaviour breaks the constraint. From the command line:
+`--env PointCircle-v0`.
 """
 
 from __future__ import annotations

@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from safetensors.torch import load_file, save_file
 
 from anypo.domains.control.envs import Spaces
+from anypo.domains.control.kinds import kind_named
 
 if TYPE_CHECKING:
     from anypo.domains.control.policy import EnvironmentPolicy
-
-
-def kinds() -> dict[str, Any]:
-    """The policy classes that can be saved and loaded, by name."""
-    from anypo.domains.control.deterministic import DeterministicActorCritic
-    from anypo.domains.control.policy import ControlPolicy
-    from anypo.domains.control.soft import SquashedGaussianActorCritic
-
-    return {kind.__name__: kind for kind in (ControlPolicy, DeterministicActorCritic, SquashedGaussianActorCritic)}
 
 
 def save(policy: EnvironmentPolicy, folder: Path) -> None:
@@ -39,13 +31,13 @@ def load(folder: Path) -> EnvironmentPolicy:
     if not (folder / "policy.json").exists():
         raise ValueError(f"{folder} holds no saved control policy (no policy.json); give the folder of a run or its model/ folder")
     description = json.loads((folder / "policy.json").read_text())
-    known = kinds()
-    if description["kind"] not in known:
+    kind = kind_named(description["kind"])
+    if kind is None:
         raise ValueError(f"{folder} holds a {description['kind']}, which only the program that made it can load")
     bounds = {
         name: None if description["spaces"][name] is None else np.array(description["spaces"][name], dtype=np.float32)
         for name in ("low", "high")
     }
-    policy = known[description["kind"]](Spaces(**description["spaces"] | bounds), **description["configuration"])
+    policy = kind(Spaces(**description["spaces"] | bounds), **description["configuration"])
     policy.load_state_dict(load_file(folder / "policy.safetensors"))
     return policy

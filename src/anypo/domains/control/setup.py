@@ -10,12 +10,17 @@ from anypo.policy import Policy
 from anypo.task import Task
 
 DEFAULT_TASK = "CartPole-v1"
-POLICY_OPTIONS = ("hidden", "normalize_observations", "initial_log_std", "initial_temperature", "exploration")
+POLICY_OPTIONS = (
+    "hidden", "normalize_observations", "initial_log_std", "initial_temperature", "exploration", "sampling_steps", "integrator", "denoising_steps",
+    "fine_tuned_steps", "exploration_noise", "likelihood_noise",
+)  # fmt: skip
 
 
 def owns(task: str) -> bool:
-    """Whether the task is a registered Gymnasium id, or says so (`gym:` in front)."""
-    if task.startswith("gym:"):
+    """Whether the task is a registered Gymnasium id, one of this package's own environments, or says so (`gym:` in front)."""
+    from anypo.domains.control.envs import OWN
+
+    if task.startswith("gym:") or task in OWN:
         return True
     try:
         import gymnasium
@@ -42,23 +47,21 @@ def build(task: Any, model: str | None, *, needs: Set[str] = frozenset(), seed: 
     for name in options:
         if name not in known:
             raise ValueError(f"control knows no option '{name}'; there are {', '.join(sorted([*known, *POLICY_OPTIONS]))}")
+    saved: Any = load(Path(model), needs) if model is not None else None
+    if saved is not None:
+        options = {"action_chunk": saved.spaces.chunk} | options
     built = task if not isinstance(task, str) and not callable(task) else GymTask(task, **options)
-    if model is not None:
-        return load(Path(model), needs), built
-    return new_policy(built.spaces, needs, seed, policy_options), built
+    return saved or new_policy(built.spaces, needs, seed, policy_options), built
 
 
 def new_policy(spaces: Any, needs: Set[str], seed: int, options: dict[str, Any]) -> Policy:
-    """A fresh policy of the kind that provides what the method needs: a soft or a deterministic actor with twin critics, or an actor beside a critic."""
-    from anypo.domains.control.deterministic import DeterministicActorCritic
-    from anypo.domains.control.policy import ControlPolicy
-    from anypo.domains.control.soft import SquashedGaussianActorCritic
+    """A fresh policy of the kind that provides what the method needs (see `kinds`)."""
+    from anypo.domains.control.kinds import kind_for
 
     if isinstance(options.get("hidden"), int):
         options["hidden"] = (options["hidden"], options["hidden"])
-    kind: Any = SquashedGaussianActorCritic if "q_new" in needs else DeterministicActorCritic if "q_actor" in needs else ControlPolicy
     try:
-        return kind(spaces, seed=seed, **options)
+        return kind_for(needs)(spaces, seed=seed, **options)
     except TypeError as error:
         raise ValueError(f"the policy of this method takes no such option ({error})") from error
 
@@ -76,7 +79,7 @@ def evaluate(model: str, task: str, *, k: tuple[int, ...] = (1,), seed: int = 0,
     from anypo.report.statistics import mean_with_interval
 
     policy: Any = load(Path(model))
-    built = GymTask(task, **options)
+    built = GymTask(task, **{"action_chunk": policy.spaces.chunk} | options)
     here, there = built.spaces, policy.spaces
     if (here.observation_size, here.actions, here.action_size) != (there.observation_size, there.actions, there.action_size):
         raise ValueError(f"the policy in {model} was trained for {there.name}; it does not fit the spaces of {here.name}")

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from anypo.batch import Batch
+from anypo.domains.control.chunks import Chunked, chunked_spaces, windows
 from anypo.domains.control.collect import Finished, Stream, Trajectories, episodes
 from anypo.domains.control.envs import EnvironmentFailed, Environments, Maker, describe, make_environments, maker
 from anypo.domains.control.policy import EnvironmentPolicy
-from anypo.domains.control.replay import as_batch, read
+from anypo.domains.control.replay import Recording, as_batch, read
 from anypo.run import Run
 from anypo.task import Prompt
 
@@ -34,21 +35,25 @@ class GymTask:
 
     def __init__(
         self, environment: str | Maker, *, envs: int = 8, horizon: int = 256, normalize_rewards: bool | None = None, reward_gamma: float = 0.99,
-        evaluation_episodes: int = 20, on_env_error: str = "stop", video: str | None = None, data: str | None = None,
+        evaluation_episodes: int = 20, on_env_error: str = "stop", video: str | None = None, data: str | None = None, action_chunk: int = 1,
     ) -> None:  # fmt: skip
         """`envs`: parallel environments (prompts a step). `horizon`: steps of each in a segment. `normalize_rewards`: divide rewards by the running
         standard deviation of the discounted return (segments only; None = for continuous actions on-policy), with discount `reward_gamma`. `on_env_error`:
         what an environment that raises does to the run, stop (after writing a checkpoint when there is a folder) or restart its episode. `video`:
         a GIF of one episode, written when training ends. `data`: a file of recorded steps; methods with a replay buffer then learn from it alone.
+        `action_chunk`: environment steps a decision of the policy takes; then all else counts decisions.
 
         Raises ValueError for an unknown environment, unsupported spaces or an option out of range.
         """
-        if envs < 1 or horizon < 1 or evaluation_episodes < 1:
-            raise ValueError(f"envs, horizon and evaluation_episodes must be at least 1, not {envs}, {horizon} and {evaluation_episodes}")
+        if min(envs, horizon, evaluation_episodes, action_chunk) < 1:
+            given = f"{envs}, {horizon}, {evaluation_episodes} and {action_chunk}"
+            raise ValueError(f"envs, horizon, evaluation_episodes and action_chunk must be at least 1, not {given}")
         if on_env_error not in ON_ENV_ERROR:
             raise ValueError(f"on_env_error is {' or '.join(ON_ENV_ERROR)}, not '{on_env_error}'")
         self.make = maker(environment)
         self.spaces = describe(self.make)
+        if action_chunk > 1:
+            self.spaces = chunked_spaces(self.spaces, action_chunk)
         self.name = self.spaces.name
         self.prompts_per_step, self.horizon = envs, horizon
         self.normalize_rewards = normalize_rewards
@@ -62,7 +67,8 @@ class GymTask:
 
     def environments(self, count: int) -> Environments:
         """`count` fresh environments of this task's kind."""
-        return make_environments(self.make, self.spaces, count, self.on_env_error == "restart")
+        made = make_environments(self.make, self.spaces, count, self.on_env_error == "restart")
+        return Chunked(made, self.spaces.chunk) if self.spaces.chunk > 1 else made
 
     def prompts(self, count: int, rng: np.random.Generator) -> list[Prompt]:
         """`count` start seeds. Environments that already run are not reset by them."""
@@ -142,7 +148,7 @@ class GymTask:
         provided = run.policy.provides
         wanted = {"logp", "entropy", "logits", "mean", "log_std"} & provided | ({"value"} & provided if critic else set())
         found = run.policy.observe(batch, wanted)
-        batch.logp = found.pop("logp")
+        batch.logp = found.pop("logp", batch.logp)  # policies without a likelihood leave it at 0
         signals.update({f"old_{name}": value for name, value in found.items()})
         if "old_value" in signals:
             batch.next_value = self._next_value(seen, signals["old_value"], run)
@@ -174,7 +180,15 @@ class GymTask:
         """The recorded steps that the option `data` names, in the units of the run's policy; None without one."""
         if self.data is None:
             return None
-        return as_batch(read(self.data, self.spaces), run.policy)  # type: ignore[arg-type]
+        return as_batch(windows(read(self.data, self.spaces), self.spaces.chunk), run.policy)  # type: ignore[arg-type]
+
+    def demonstrations(self, rng: np.random.Generator) -> Recording | None:
+        """What may be imitated: the recorded steps that the option `data` names, else what the environment itself shows (its method `demonstrate`),
+        else None."""
+        if self.data is not None:
+            return windows(read(self.data, self.spaces), self.spaces.chunk)
+        environment = self.make().unwrapped
+        return windows(environment.demonstrate(rng), self.spaces.chunk) if hasattr(environment, "demonstrate") else None
 
     def evaluate(self, run: Run) -> dict[str, float]:
         """Mean undiscounted return and length over held-out start seeds, acting by the likeliest action."""
@@ -253,8 +267,11 @@ def record(policy: EnvironmentPolicy, make: Maker, path: str | Path, seed: int =
         images.append(image)
         seen = np.eye(spaces.observation_size)[int(observation)] if spaces.discrete_observation else np.ravel(observation)
         action = policy.for_environment(act(seen.astype(np.float32)[None], None))[0]
-        taken = int(action) if spaces.actions is not None else action.reshape(environment.action_space.shape)
-        observation, _, terminated, truncated, _ = environment.step(taken)
+        for piece in np.reshape(action, (spaces.chunk, -1)):
+            taken = int(action) if spaces.actions is not None else piece.reshape(environment.action_space.shape)
+            observation, _, terminated, truncated, _ = environment.step(taken)
+            if terminated or truncated:
+                break
         if terminated or truncated:
             break
     rate = environment.metadata.get("render_fps", 30)
