@@ -77,7 +77,9 @@ def test_the_gradient_by_hand_is_that_of_autograd(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["CartPole-v1", "Pendulum-v1"])
-@pytest.mark.parametrize(("slug", "share"), [("ppo", "clip_fraction"), ("bpo_bounded", "clip_fraction"), ("spo_simple", "fraction_outside")])
+@pytest.mark.parametrize(
+    ("slug", "share"), [("ppo", "clip_fraction"), ("bpo_bounded", "clip_fraction"), ("spo_simple", "fraction_outside")]
+)
 def test_a_closed_form_is_what_autograd_finds(slug: str, share: str, name: str) -> None:
     policy, batch, run = collected(name)
     run.method = catalogue.get(slug, "control")

@@ -150,6 +150,30 @@ def test_a_limit_that_no_policy_meets_is_said_and_not_looped_over() -> None:
     assert run.step < 200
 
 
+def test_a_limit_that_was_met_once_is_never_called_impossible() -> None:
+    run = small_run(SMALL.set("update.patience", 3))
+    for violation in (2.0, -0.5, *[1.0] * 20):
+        run.method.update.refuse_impossible(violation, run)
+    run.state["cpo"] = {"lowest": 2.0, "stuck": 2}
+    with pytest.raises(ValueError, match="has not fallen below 7 for 3 steps"):
+        run.method.update.refuse_impossible(3.0, run)
+
+
+def test_the_cost_critic_knows_the_time_of_the_episode() -> None:
+    run = small_run(steps=2)
+    run.begin_step()
+    batch = run.collect(run.task.prompts(run.task.prompts_per_step, run.rng))
+    elapsed = run.method.credit.note_episodes(batch)
+    assert elapsed[0, :, 0].tolist() == [float(t % 60) for t in range(batch.horizon)]
+    later = run.method.credit.note_episodes(run.collect(run.task.prompts(run.task.prompts_per_step, run.rng)))
+    assert later[0, 0, 0] == batch.horizon % 60
+
+
+def test_a_policy_beyond_the_limit_may_give_up_reward() -> None:
+    kl, cost, gain = torch.tensor([0.005]), torch.tensor([1.0]), torch.tensor([-0.1])
+    assert accept(kl, cost, gain, 2.0, 0.01, feasible=False) == 0 and accept(kl, cost, gain, 2.0, 0.01, feasible=True) == -1
+
+
 def test_a_stopped_run_continues_identically(tmp_path: Path) -> None:
     whole = train(small_run(steps=4, out=tmp_path / "whole"))
     train(small_run(steps=2, out=tmp_path / "halves"))

@@ -12,17 +12,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
+from numpy.typing import NDArray
 from torch import Tensor
 
 from anypo.batch import Batch
 from anypo.method import Credit, Paper
 from anypo.methods.control.ppo import METHOD as PPO
-from anypo.policy import Loss, Signals
+from anypo.policy import Gradient, Loss, Signals
 from anypo.seams.credit import GroupRelative, group_relative
 from anypo.seams.groups import broadcast, masked_mean
-from anypo.seams.objective import ratio_metrics, token_ratio
+from anypo.seams.objective import LOG_RATIO_LIMIT, ratio_metrics, token_ratio
 from anypo.seams.select import UniformPrompts
 from anypo.seams.update import GradientSteps
 
@@ -132,6 +134,19 @@ class BoundedRatio:
         centred = batch.signals.get("median_advantage", batch.advantage)
         value = loss(new.logp, batch.logp, batch.advantage, centred, mask, self.eps).loss
         return Loss(value, ratio_metrics(token_ratio(new.logp.detach(), batch.logp, mask), 1 - self.eps, 1 + self.eps, mask))
+
+    def gradient(self, batch: Batch, new: dict[str, NDArray], run: Run) -> Gradient:
+        """In closed form: |A| ratio sign(ratio - target) / count."""
+        assert batch.advantage is not None
+        weight, count = np.abs(batch.advantage.numpy()), batch.advantage.numel()
+        centred = batch.signals.get("median_advantage", batch.advantage).numpy()
+        ratio = np.exp((new["logp"] - batch.logp.numpy()).clip(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+        error = ratio - (1 + self.eps * np.sign(centred))
+        metrics = {
+            "clip_fraction": int(np.count_nonzero(np.abs(ratio - 1) > self.eps)) / count,
+            "approx_kl": float((ratio - 1 - np.log(ratio)).sum()) / count,
+        }
+        return Gradient(float((weight * np.abs(error)).sum()) / count, {"logp": weight * ratio * np.sign(error) / count}, metrics)
 
 
 METHOD = PPO.but(

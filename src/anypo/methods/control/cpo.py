@@ -23,6 +23,7 @@ from anypo.method import Paper
 from anypo.methods.control.trpo import METHOD as TRPO
 from anypo.methods.control.trpo import TrustRegionStep
 from anypo.seams.credit import GAE, gae, per_action_ends
+from anypo.seams.groups import masked_mean
 from anypo.seams.natural import BatchGeometry, conjugate_gradient, flat_gradient, line_search
 from anypo.seams.objective import token_ratio
 
@@ -116,7 +117,7 @@ def cpo_step(g: Vector, b: Vector, H: Float[Tensor, "P P"], c: float, delta: flo
 def accept(
     kl: Float[Tensor, " J"], cost_surrogate: Float[Tensor, " J"], reward_gain: Float[Tensor, " J"], c: float, delta: float, feasible: bool
 ) -> int:
-    """Equation 7: the first attempt inside the region with a cost of at most max(c, 0) and, if feasible, no loss of reward; -1 for none."""
+    """Equation 7: the first attempt inside the region with a cost of at most max(c, 0) and, if the policy is feasible, no loss of reward; -1 for none."""
     fine = (kl <= delta) & (cost_surrogate <= max(c, 0.0))
     found = (fine & (reward_gain >= 0) if feasible else fine).nonzero()
     return int(found[0]) if len(found) else -1
@@ -126,7 +127,8 @@ def accept(
 class RewardAndCost:
     """Advantages of the reward (`inner`), and of the cost with a critic of its own: `cost_advantage` [N,T], `cost_of_episode` and `cost_scale`.
 
-    Undiscounted costs (gamma 1) are those of an episode, so a time limit ends them; discounted ones bootstrap across it.
+    Undiscounted costs (gamma 1) are those of an episode, so a time limit ends them; discounted ones bootstrap across it. The critic sees how far an episode
+    has come, for what a cost comes to depends on the time left. Cost advantages are centred, so that their mean adds no noise to the gradient. [ours]
     """
 
     inner: GAE = field(default_factory=lambda: GAE(gamma=0.995, lam=0.95))
@@ -148,9 +150,11 @@ class RewardAndCost:
                 "this method bounds a cost, and the environment reports none; give it info['cost'] at every step, or take "
                 "gym:anypo.domains.control.point_circle:PointCircle-v0"
             )
-        self.note_episodes(batch, run)
+        elapsed = self.note_episodes(batch)
+        mean_cost, length = self.last
         policy: Any = run.policy
-        observation, following = policy.normalize(batch.context), policy.normalize(batch.signal("next_context"))
+        observation = torch.cat([policy.normalize(batch.context), elapsed / length], dim=-1)
+        following = torch.cat([policy.normalize(batch.signal("next_context")), (elapsed + 1) / length], dim=-1)
         if self.critic is None:
             self.critic = self.network(observation.shape[-1])
         with torch.no_grad():
@@ -161,8 +165,7 @@ class RewardAndCost:
         cost = batch.signals["cost"]
         estimate = gae(cost, value, terminated, truncated, batch.mask, self.cost_gamma, self.cost_lam, next_value)
         self.fit(observation[batch.mask], estimate.returns[batch.mask])
-        batch.signals["cost_advantage"] = estimate.advantages
-        mean_cost, length = self.last
+        batch.signals["cost_advantage"] = torch.where(batch.mask, estimate.advantages - masked_mean(estimate.advantages, batch.mask), 0.0)
         scale = length if self.cost_gamma == 1 else (1 - self.cost_gamma**length) / (1 - self.cost_gamma)
         batch.signals["cost_of_episode"], batch.signals["cost_scale"] = (
             cost.new_full((len(batch),), mean_cost),
@@ -184,14 +187,17 @@ class RewardAndCost:
             (self.critic(observation).squeeze(-1) - target).square().mean().backward()
             optimizer.step()
 
-    def note_episodes(self, batch: Batch, run: Run) -> None:
-        """Mean discounted cost and length of the episodes that ended in this batch; those under way are carried on."""
+    def note_episodes(self, batch: Batch) -> Float[Tensor, "N T 1"]:
+        """Notes the mean discounted cost and length of the episodes that ended in this batch; those under way are carried on. Returns how many actions
+        of its episode came before each action."""
         ended = torch.stack(per_action_ends(batch)).any(0)
         if self.running is None or len(self.running) != len(batch):
             self.running = torch.zeros(len(batch), 2, dtype=torch.float64)
         finished: list[Tensor] = []
+        elapsed = torch.zeros(*batch.mask.shape, 1)
         for t in range(batch.horizon):
             inside = batch.mask[:, t]
+            elapsed[:, t, 0] = self.running[:, 1]
             self.running[inside, 0] += batch.signals["cost"][inside, t].double() * self.cost_gamma ** self.running[inside, 1]
             self.running[inside, 1] += 1
             finished.append(self.running[ended[:, t]].clone())
@@ -201,6 +207,7 @@ class RewardAndCost:
             self.last = done.mean(0).tolist()
         elif not self.last:
             raise ValueError("no episode ended within the first step, so the cost of an episode is unknown; raise the option horizon")
+        return elapsed
 
     def state_dict(self) -> dict[str, Any]:
         critic = dict(self.critic.state_dict()) if self.critic is not None else None
@@ -218,7 +225,7 @@ class ConstrainedStep(TrustRegionStep):
     """One step of the policy in the region where the KL and the linear cost constraint hold (equations 3 to 7); then the critic's regression."""
 
     limit: float = 5.0  # of the cost of an episode
-    patience: int = 25  # steps in a row beyond the limit without a new lowest cost, after which no policy is said to meet it, >= 1
+    patience: int = 25  # steps without a new lowest cost, while none met the limit, after which no policy is said to meet it, >= 1
 
     wants = frozenset({"cost_advantage"})
 
@@ -235,7 +242,7 @@ class ConstrainedStep(TrustRegionStep):
         g, b = -geometry.gradient(), flat_gradient(cost_surrogate(), geometry.parameters)
         g_solved, b_solved = (conjugate_gradient(geometry.product, vector, self.iterations) for vector in (g, b))
         found = local_step(g_solved, b_solved, g, b, violation, self.delta)
-        feasible = found.case != "recovery"
+        feasible = violation <= 0  # a policy beyond the limit may have to give up reward to come back
 
         def acceptable(point: Tensor, fraction: float) -> bool:
             measured = geometry.measure(point)
@@ -247,19 +254,18 @@ class ConstrainedStep(TrustRegionStep):
 
         searched = line_search(geometry.start, found.step, acceptable, self.shrink, self.attempts)
         after = geometry.measure(searched.point)
-        cases = {"recovery": float(not feasible), "cost_multiplier": found.nu, "violation": violation}
+        cases = {"recovery": float(found.case == "recovery"), "cost_multiplier": found.nu, "violation": violation}
         return {"kl": after.kl, "gain": before.loss - after.loss, "line_search": float(searched.index)} | cases
 
     def refuse_impossible(self, violation: float, run: Run) -> None:
-        """Say so when the cost has been beyond the limit for `patience` steps without falling. Raises ValueError."""
+        """Say so when the limit was never met and the cost has not fallen for `patience` steps. Raises ValueError."""
         kept = run.state.get("cpo", {"lowest": math.inf, "stuck": 0})
-        falling = violation < kept["lowest"]
-        run.state["cpo"] = {"lowest": min(violation, kept["lowest"]), "stuck": 0 if falling or violation <= 0 else kept["stuck"] + 1}
+        lowest = min(violation, kept["lowest"])
+        run.state["cpo"] = {"lowest": lowest, "stuck": 0 if violation < kept["lowest"] or lowest <= 0 else kept["stuck"] + 1}
         if run.state["cpo"]["stuck"] >= self.patience:
-            lowest = self.limit + run.state["cpo"]["lowest"]
             raise ValueError(
-                f"no policy seems to meet the cost limit of {self.limit:g} an episode: the cost has not fallen below {lowest:.3g} for {self.patience} "
-                "steps; raise update.limit (or update.patience to go on trying)"
+                f"no policy seems to meet the cost limit of {self.limit:g} an episode: the cost has not fallen below {self.limit + lowest:.3g} for "
+                f"{self.patience} steps; raise update.limit (or update.patience to go on trying)"
             )
 
 

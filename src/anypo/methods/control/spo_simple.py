@@ -11,16 +11,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 from jaxtyping import Float
+from numpy.typing import NDArray
 from torch import Tensor
 
 from anypo.batch import Batch
 from anypo.method import Paper
 from anypo.methods.control.ppo import METHOD as PPO
-from anypo.policy import Loss, Signals
+from anypo.policy import Gradient, Loss, Signals
 from anypo.seams.credit import GroupRelative
 from anypo.seams.groups import masked_mean
-from anypo.seams.objective import token_ratio
+from anypo.seams.objective import LOG_RATIO_LIMIT, token_ratio
 from anypo.seams.select import UniformPrompts
 from anypo.seams.update import GradientSteps
 
@@ -76,6 +78,17 @@ class QuadraticPenalty:
         loss = policy_loss(new.logp, batch.logp, batch.advantage, mask, self.eps).loss
         moved = deviation(new.logp.detach(), batch.logp, mask, self.eps)
         return Loss(loss, {"ratio_deviation": float(moved.mean_abs), "fraction_outside": float(moved.fraction_outside)})
+
+    def gradient(self, batch: Batch, new: dict[str, NDArray], run: Run) -> Gradient:
+        """In closed form (equation 3): -ratio (A - |A| (ratio - 1) / eps) / count."""
+        assert batch.advantage is not None
+        advantage, count = batch.advantage.numpy(), batch.advantage.numel()
+        ratio = np.exp((new["logp"] - batch.logp.numpy()).clip(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+        moved, pull = ratio - 1, np.abs(advantage) / self.eps
+        value = ratio * advantage - pull / 2 * moved * moved
+        away = np.abs(moved)
+        metrics = {"ratio_deviation": float(away.sum()) / count, "fraction_outside": int(np.count_nonzero(away > self.eps)) / count}
+        return Gradient(-float(value.sum()) / count, {"logp": ratio * (advantage - pull * moved) / -count}, metrics)
 
 
 METHOD = PPO.but(

@@ -103,7 +103,9 @@ class SortedQueries:
     """
 
     prompts: int | None = None  # queries a step, >= 1; None = the task's own default
-    pool: int | None = None  # queries to profile, >= 1; None = as many as the steps can use, or a quarter of a budget of actions can profile
+    pool: int | None = (
+        None  # queries to profile, >= 1; None = as many as the steps can use, or a quarter of a budget of actions can profile
+    )
     samples: int = 8  # k, profiling samples a query, >= 1
     easy: float = 1.0  # success from which a query is dropped; above 1 keeps all
     keep_unsolved: float = 0.25  # in [0,1], share of the queries without any success that stays
@@ -141,7 +143,8 @@ class SortedQueries:
         budget = run.max_actions // 4 if run.max_actions and self.pool is None else None  # an attempt takes an action at least
         affordable = count * run.total_steps if budget is None else max(count, min(count * run.total_steps, budget // self.samples))
         pool, seed = self.pool or affordable, int(run.rng.integers(2**62))
-        queries, success, before = self.queries(task, pool, seed), [], run.actions
+        queries, before = self.queries(task, pool, seed), run.actions
+        success: list[Tensor] = []
         for start in range(0, len(queries), count):
             if budget is not None and success and run.actions - before >= budget:
                 break

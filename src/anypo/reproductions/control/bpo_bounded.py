@@ -172,25 +172,25 @@ def ratios_under_ppo() -> Evidence:
     return _drift("ppo")
 
 
+STEPS = 26  # of 1024 environment steps, fewer than the spec's 60000: both methods are at the limit of 500 by then
+
+
 @cache
 def _last_fifth(name: str, seed: int) -> float:
     method = {"bpo": BPO, "ppo": PPO, "shuffled": BPO.but(credit=ShuffledCredit(BPO.credit))}[name]
-    return fmean(record["reward"] for record in on_cartpole(method, steps=STEPS, seed=seed).history[-STEPS // 5 :])
+    return fmean(record["reward"] for record in on_cartpole(method, steps=STEPS, seed=seed).history[-(STEPS // 5) :])
 
 
-STEPS = 20  # of 1024 environment steps, a third of the spec's 60000: PPO is at the limit of 500 by then, BPO some 8% below it
+def _cartpole(name: str, seeds: tuple[int, ...]) -> Evidence:
+    mine, theirs = ([round(_last_fifth(n, seed)) for seed in seeds] for n in (name, "ppo"))
+    return Evidence({"returns": mine, "PPO": theirs}, "mean over seeds at least PPO's less 5%", fmean(mine) >= 0.95 * fmean(theirs))
 
 
-def _cartpole(name: str) -> Evidence:
-    mine, theirs = ([round(_last_fifth(n, seed)) for seed in (0, 1)] for n in (name, "ppo"))
-    return Evidence({"returns": mine, "PPO": theirs}, "mean over 2 seeds at least PPO's less 5%", fmean(mine) >= 0.95 * fmean(theirs))
-
-
-@claim("On CartPole the mean return of the last fifth of 20000 steps is not below PPO's by more than 5%", slow=True, reproduced=False)
+@claim("On CartPole the mean return of the last fifth of 26000 steps is not below PPO's by more than 5%, over 3 seeds", slow=True)
 def as_good_as_ppo() -> Evidence:
-    return _cartpole("bpo")
+    return _cartpole("bpo", (0, 1, 2))
 
 
 @ablation(as_good_as_ppo, "advantages dealt to the wrong environments")
 def cartpole_without_credit() -> Evidence:
-    return _cartpole("shuffled")
+    return _cartpole("shuffled", (0,))

@@ -1,7 +1,5 @@
-"""Claims of TRPO: the lower bound and monotonic improvement, the constraint on real batches, invariance to the scale of parameters.
-
-Not tested here: how many steps CartPole and Pendulum take.
-"""
+"""Claims of TRPO: the lower bound and monotonic improvement, the constraint on real batches, invariance to the scale of parameters, CartPole and
+Pendulum. The two environments take half of the spec's steps, which are enough."""
 
 from __future__ import annotations
 
@@ -12,9 +10,12 @@ import torch
 from torch import Tensor
 
 from anypo.claims import Evidence, ablation, claim
+from anypo.domains.control.setup import build
+from anypo.loops import on_policy
 from anypo.methods.control.trpo import METHOD as TRPO
 from anypo.methods.control.trpo import TrustRegionStep, bound, fisher_softmax, full_step
-from anypo.reproductions.common import RandomMDP, on_cartpole
+from anypo.reproductions.common import RandomMDP, ShuffledCredit, on_cartpole
+from anypo.run import Run
 from anypo.seams.natural import BatchGeometry
 
 STEP_SIZES = [0.0, *(10.0 ** (k / 8) for k in range(-64, 17))]  # of a mirror step: pi ~ old exp(size A)
@@ -123,3 +124,45 @@ def invariant_to_scale() -> Evidence:
 @ablation(invariant_to_scale, "the identity in place of the Fisher matrix")
 def gradient_depends_on_scale() -> Evidence:
     return _rescaled(natural=False)
+
+
+def _cartpole(shuffled: bool) -> Evidence:
+    """The best mean return of a step within 24 steps of 1024 actions; a run ends once it has 400 (the spec asks for 300, which chance comes near to)."""
+    method = TRPO.but(credit=ShuffledCredit(TRPO.credit)) if shuffled else TRPO
+    seeds = (0,) if shuffled else (0, 1)
+    best = [round(max(r["reward"] for r in on_cartpole(method, steps=24, seed=seed, enough=400).history)) for seed in seeds]
+    return Evidence(best, "a step's mean return reaches 400, in every seed", min(best) >= 400)
+
+
+@claim("TRPO reaches a mean return of 400 on CartPole within 25000 steps", slow=True)
+def learns_cartpole() -> Evidence:
+    return _cartpole(shuffled=False)
+
+
+@ablation(learns_cartpole, "advantages dealt to the wrong environments")
+def cartpole_without_credit() -> Evidence:
+    return _cartpole(shuffled=True)
+
+
+def _pendulum(shuffled: bool) -> Evidence:
+    """Mean return over 20 held-out starts before and after 48 steps of 1024 actions; discount 0.9, as a step is 0.05 s of a fast problem."""
+    method = TRPO.set("credit.gamma", 0.9).set("update.minibatches", 16)
+    method = method.but(credit=ShuffledCredit(method.credit)) if shuffled else method
+    before, after = [], []
+    for seed in (0,) if shuffled else (0, 1):
+        policy, task = build("Pendulum-v1", None, seed=seed, envs=8, horizon=128, reward_gamma=0.9)
+        run = Run(method, policy, task, steps=48, seed=seed)
+        before.append(round(task.evaluate(run)["return"]))
+        after.append(round(task.evaluate(on_policy.train(run))["return"]))
+    holds = max(before) < -1000 and min(after) > -600
+    return Evidence({"before": before, "after": after}, "from below -1000 to above -600, in every seed", holds)
+
+
+@claim("TRPO improves the return on Pendulum from below -1000 to above -600 within 50000 steps", slow=True)
+def learns_pendulum() -> Evidence:
+    return _pendulum(shuffled=False)
+
+
+@ablation(learns_pendulum, "advantages dealt to the wrong environments")
+def pendulum_without_credit() -> Evidence:
+    return _pendulum(shuffled=True)

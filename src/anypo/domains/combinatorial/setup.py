@@ -1,0 +1,122 @@
+"""How a scheduling or an inventory run is put together from names: a problem, its policy, saved policies and their evaluation."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Set
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from anypo.policy import Policy
+from anypo.task import Task
+
+DEFAULT_TASK = "shop:heterogeneous"
+FAMILIES = ("shop", "inventory")
+POLICY_OPTIONS = {"shop": ("hidden",), "inventory": ("policy", "hidden", "initial_log_std")}
+
+
+def owns(task: str) -> bool:
+    """Whether the task's name begins with shop: or inventory:."""
+    return task.partition(":")[0] in FAMILIES and ":" in task
+
+
+def build(task: Any, model: str | None, *, needs: Set[str] = frozenset(), seed: int = 0, **options: Any) -> tuple[Policy, Task]:
+    """Policy and task. `shop:homogeneous` and `shop:heterogeneous` take the options `load`, `jobs`, `operations`, `machines`, `objective`,
+    `instances`, `evaluation_instances` and `hidden`; `inventory:one_store`, `one_store_lost`, `serial`, `warehouse` and `transshipment` those of their
+    setting (`lead_time`, `underage`, `stores`), `scenarios`, `batch`, `periods`, `warm_up`, `test_scenarios`, `test_periods`, `policy` (mlp, graph,
+    base_stock), `hidden` and `initial_log_std`. `model`: the folder of a saved policy to go on from.
+
+    Raises ValueError for an unknown task or option and for a policy that does not fit.
+    """
+    import torch
+
+    torch.set_num_threads(1)  # networks of this size are slower with several threads
+    family = task.partition(":")[0] if isinstance(task, str) else "shop" if hasattr(task, "spaces") else "inventory"
+    if family not in FAMILIES:
+        raise ValueError(f"unknown task '{task}'; there are shop:... and inventory:...")
+    chosen = {name: options.pop(name) for name in POLICY_OPTIONS[family] if name in options}
+    built = (_shop if family == "shop" else _inventory)(task, options, seed) if isinstance(task, str) else task
+    policy = (_dispatcher if family == "shop" else _orderer)(built, model, needs, seed, chosen)
+    return policy, built
+
+
+def evaluate(model: str, task: str, *, k: tuple[int, ...] = (1,), seed: int = 0, **options: Any) -> dict[str, Any]:
+    """Mean makespan and flow time, or cost a store and period, of a saved policy on the held-out problems, with 95% bootstrap intervals.
+
+    `k` and `seed` mean nothing here: the held-out problems are the same for everyone.
+    """
+    from anypo.report.statistics import mean_with_interval
+
+    policy, built = build(task, model, **options)
+    measured: dict[str, Any]
+    if hasattr(built, "spaces"):
+        done = built.held_out(policy)  # type: ignore[attr-defined]
+        measured = {"makespan": done.makespan, "flow": done.flow(built.held_out_instances.arrival)}  # type: ignore[attr-defined]
+    else:
+        measured = {"cost": built.costs(policy).numpy()}  # type: ignore[attr-defined]
+    intervals = {name: mean_with_interval(values) for name, values in measured.items()}
+    return {name: {"value": value, "low": low, "high": high} for name, (value, low, high) in intervals.items()}
+
+
+def _shop(task: str, options: dict[str, Any], seed: int) -> Task:
+    from anypo.domains.combinatorial.shop_instances import ShopSetting
+    from anypo.domains.combinatorial.shop_tasks import ShopTask
+
+    setting = [f.name for f in fields(ShopSetting) if f.name != "kind"]
+    own = _keywords(ShopTask)
+    _refuse_unknown(options, [*setting, *own, *POLICY_OPTIONS["shop"]], "shops")
+    return ShopTask(
+        ShopSetting(task.partition(":")[2], **{n: v for n, v in options.items() if n in setting}),
+        **{n: v for n, v in options.items() if n in own},
+    )
+
+
+def _inventory(task: str, options: dict[str, Any], seed: int) -> Task:
+    from anypo.domains.combinatorial.inventory_settings import SETTINGS
+    from anypo.domains.combinatorial.inventory_tasks import InventoryTask
+
+    name = task.partition(":")[2]
+    if name not in SETTINGS:
+        raise ValueError(f"unknown inventory setting '{name}'; there are {', '.join(SETTINGS)}")
+    setting = [p for p in inspect.signature(SETTINGS[name]).parameters if p != "seed"]
+    own = [p for p in _keywords(InventoryTask) if p != "seed"]
+    _refuse_unknown(options, [*setting, *own, *POLICY_OPTIONS["inventory"]], name)
+    arguments = {n: v for n, v in options.items() if n in setting}
+    return InventoryTask(SETTINGS[name](**arguments), seed=seed, **{n: v for n, v in options.items() if n in own})
+
+
+def _dispatcher(task: Any, model: str | None, needs: Set[str], seed: int, options: dict[str, Any]) -> Policy:
+    from anypo.domains.control.policy import ControlPolicy
+    from anypo.domains.control.setup import load
+
+    if model is None:
+        hidden = options.get("hidden", (64, 64))
+        return ControlPolicy(task.spaces, hidden=(hidden, hidden) if isinstance(hidden, int) else tuple(hidden), seed=seed)
+    policy = load(Path(model))
+    if policy.spaces.observation_size != task.spaces.observation_size or policy.spaces.actions != task.spaces.actions:  # type: ignore[union-attr]
+        raise ValueError(f"the policy in {model} was trained for another problem; it does not fit the machines of {task.name}")
+    return policy
+
+
+def _orderer(task: Any, model: str | None, needs: Set[str], seed: int, options: dict[str, Any]) -> Policy:
+    """A policy whose cost can be differentiated acts without noise; every other method gets one that explores."""
+    from anypo.domains.combinatorial.inventory_policy import InventoryPolicy, load_policy
+
+    if model is None:
+        body = options.pop("policy", "mlp")
+        return InventoryPolicy(task.setting, body, stochastic="cost" not in needs, seed=seed, **options)
+    policy = load_policy(Path(model))
+    if policy.setting != task.setting:
+        raise ValueError(f"the policy in {model} was trained for another network; give the task and options it was trained with")
+    return policy
+
+
+def _keywords(kind: Any) -> list[str]:
+    return [name for name, p in inspect.signature(kind.__init__).parameters.items() if p.kind is p.KEYWORD_ONLY]
+
+
+def _refuse_unknown(options: dict[str, Any], known: list[str], what: str) -> None:
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise ValueError(f"{what} know no option '{unknown[0]}'; there are {', '.join(sorted(known))}")

@@ -1,0 +1,1 @@
+"""Methods for games, one file a paper."""

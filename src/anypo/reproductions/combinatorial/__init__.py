@@ -1,0 +1,1 @@
+"""Claims of the methods for games, one file a paper."""
