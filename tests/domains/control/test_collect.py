@@ -127,6 +127,39 @@ def test_a_failing_environment_stops_the_run_with_a_checkpoint(tmp_path: Path) -
     assert train(again).step == 4
 
 
+class KeptClock(Clock):
+    """A clock whose episodes can be brought back."""
+
+    def get_state(self) -> dict:
+        return {"time": self.time}
+
+    def restore_state(self, state: dict) -> None:
+        self.time = state["time"]
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_a_run_stopped_by_an_environment_goes_on_as_if_nothing_had_failed(samples: int, tmp_path: Path) -> None:
+    method = PPO if samples == 1 else catalogue.get("grpo", "control").set("select.group_size", samples)
+
+    def make(folder: str) -> Run:
+        return run_of(GymTask(lambda: KeptClock(ends=False, fault=3), envs=2, horizon=5), tmp_path / folder, method=method)
+
+    Clock.broken = True  # no fault
+    whole = train(make("whole"))
+    stopped = make("stopped")
+    step(stopped)
+    Clock.broken = False
+    with pytest.raises(EnvironmentFailed):
+        train(stopped)
+    resumed = make("stopped")
+    assert resumed.resume() and resumed.step == 1
+    train(resumed)
+    for ours, theirs in zip(resumed.history, whole.history, strict=True):
+        assert {k: v for k, v in ours.items() if k != "time"} == {k: v for k, v in theirs.items() if k != "time"}
+    for a, b in zip(resumed.policy.parameters(), whole.policy.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_a_failing_environment_is_made_anew_when_asked() -> None:
     Clock.broken = False
     task = GymTask(lambda: Clock(ends=False, fault=3), envs=2, horizon=8, on_env_error="restart")

@@ -11,7 +11,7 @@ import torch
 from anypo import catalogue
 from anypo.batch import Batch
 from anypo.domains.control.perceptron import Moments
-from anypo.domains.control.policy import ControlPolicy
+from anypo.domains.control.policy import ControlPolicy, EnvironmentPolicy
 from anypo.domains.control.saved import load
 from anypo.domains.control.setup import build
 from anypo.policy import Loss, Policy, Signals
@@ -157,6 +157,14 @@ def test_a_saved_policy_acts_the_same(name: str, needs: set[str], tmp_path: Path
     observation = np.random.default_rng(0).normal(size=(5, task.spaces.observation_size)).astype(np.float32)
     np.testing.assert_array_equal(policy.actor()(observation, None), again.actor()(observation, None))
     assert type(again) is type(policy) and again.configuration == policy.configuration
+
+
+def test_a_policy_that_cannot_act_is_refused_when_it_is_made() -> None:
+    class Mute(EnvironmentPolicy):
+        pass
+
+    with pytest.raises(TypeError, match="abstract.*actor"):
+        Mute()
 
 
 def test_a_folder_without_a_policy_is_said(tmp_path: Path) -> None:

@@ -104,6 +104,8 @@ def maker(environment: str | Maker) -> Maker:
         except gymnasium.error.DependencyNotInstalled as error:
             extra = "gymnasium[box2d]" if "box2d" in str(error).lower() else "anypo[control]"
             raise ImportError(f'{name} needs a package that is not here; pip install "{extra}"') from error
+        except (gymnasium.error.Error, ModuleNotFoundError) as error:
+            raise ValueError(f"the environment '{name}' cannot be made: {error}") from error
 
     return make
 
@@ -120,7 +122,12 @@ def import_gymnasium() -> Any:
 def describe(make: Maker) -> Spaces:
     """The spaces of an environment. Raises ValueError for those a control policy cannot act in."""
     spaces = import_gymnasium().spaces
-    environment = make()
+    try:
+        environment = make()
+    except (ValueError, ImportError):
+        raise
+    except Exception as error:
+        raise ValueError(f"the environment raised {type(error).__name__} when it was made: {error}") from error
     observed, acted = environment.observation_space, environment.action_space
     name = environment.spec.id if environment.spec is not None else type(environment.unwrapped).__name__
     environment.close()
@@ -135,7 +142,10 @@ def describe(make: Maker) -> Spaces:
     elif isinstance(acted, spaces.Box) and np.issubdtype(acted.dtype, np.floating):
         actions, low, high = None, acted.low.ravel().astype(np.float32), acted.high.ravel().astype(np.float32)
     else:
-        raise ValueError(f"{name} has actions of type {type(acted).__name__}; control policies act in Discrete and continuous Box spaces")
+        kind = f"{type(acted).__name__}{f' of {acted.dtype}' if isinstance(acted, spaces.Box) else ''}"
+        raise ValueError(
+            f"{name} has actions of type {kind}; Discrete and continuous Box are supported, so wrap it in a gymnasium.ActionWrapper that has one of them"
+        )
     size = int(observed.n) if isinstance(observed, spaces.Discrete) else int(np.prod(observed.shape))
     return Spaces(name, size, isinstance(observed, spaces.Discrete), actions, low, high)
 

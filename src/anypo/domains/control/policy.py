@@ -9,6 +9,7 @@ Left out: images, recurrence, shared trunks (a row that needs one brings it).
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Any
@@ -28,28 +29,28 @@ HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
 ACTOR_SIGNALS = frozenset({"logp", "entropy", "logits", "mean", "log_std", "kl_old", "hidden"})
 
 
-class EnvironmentPolicy(Policy):
+class EnvironmentPolicy(Policy, ABC):
     """What collection asks of a policy: `actor()` acts in NumPy, `noise` draws all randomness of a segment at once."""
 
     memoryless = True
     spaces: Spaces
     moments: Moments | None
 
+    @abstractmethod
     def noise(self, rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.float32]:
         """Randomness for `shape` actions, [*shape, A] or [*shape, D]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def actor(self) -> Callable[[NDArray, NDArray | None], NDArray]:
         """A function (observations [N,O], noise [N,...] or None for the likeliest action) -> actions as a batch stores them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def for_environment(self, action: NDArray) -> NDArray:
         """Stored actions as the environment takes them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def from_environment(self, action: NDArray) -> NDArray:
         """The inverse of `for_environment`, for recorded actions."""
-        raise NotImplementedError
 
     def begin_collection(self) -> None:
         """Take over the observation statistics of what was collected before."""
@@ -84,9 +85,9 @@ class EnvironmentPolicy(Policy):
         save(self, Path(folder))
 
     @property
+    @abstractmethod
     def configuration(self) -> dict[str, Any]:
         """The constructor's arguments beside the spaces, as plain values."""
-        raise NotImplementedError
 
 
 class ControlPolicy(EnvironmentPolicy):

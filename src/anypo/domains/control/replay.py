@@ -1,11 +1,13 @@
-"""Recorded steps on disk, for offline learning: `.npz` files (written here) and Minari datasets (read in Minari's own format through `minari`).
+"""Recorded steps on disk, for offline learning: `.npz` files (written here) and Minari datasets (their HDF5 files with `h5py`, others through `minari`).
 
-A recording holds actions in the environment's units, whoever took them. Nothing is downloaded: a Minari dataset is a folder, or an id whose data
-is already on this machine.
+A recording holds actions in the environment's units, whoever took them. Nothing is downloaded: a Minari dataset is a folder or file, or an id whose data
+is already on this machine. Left out: observations of several parts (Dict, Tuple) and pictures.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,23 +33,16 @@ class Recording(NamedTuple):
 
 
 def read(source: str, spaces: Spaces) -> Recording:
-    """A recording from `file.npz`, a Minari dataset folder, or `minari:<id>`.
+    """A recording from `file.npz`, a Minari dataset (its folder, its `main_data.hdf5`) or `minari:<id>`.
 
-    Raises ValueError when there is none or when it does not fit the environment, ImportError when Minari is needed and missing.
+    Raises ValueError when there is none or when it does not fit the environment, ImportError when a package that it needs is missing.
     """
-    path = Path(source)
-    if path.suffix == ".npz":
-        if not path.exists():
-            raise ValueError(f"there is no recording {source}; benchmarks/make_offline.py writes one")
-        with np.load(path) as stored:
-            absent = [name for name in Recording._fields if name not in stored]
-            if absent:
-                raise ValueError(f"{source} is no recording of steps: it lacks {', '.join(absent)}")
-            found = Recording(*(stored[name] for name in Recording._fields))
-    else:
-        found = _read_minari(source)
-    if found.observation.shape[1:] != (spaces.observation_size,) or (found.action.ndim == 1) != (spaces.actions is not None):
+    found = _read_npz(Path(source)) if source.endswith(".npz") else _read_minari(source, spaces)
+    acted = found.action.shape[1:] == (() if spaces.actions is not None else (spaces.action_size // spaces.chunk,))
+    if found.observation.shape[1:] != (spaces.observation_size,) or not acted:
         raise ValueError(f"{source} was recorded in another environment: its observations or actions do not fit {spaces.name}")
+    if not all(np.isfinite(part).all() for part in found):
+        raise ValueError(f"{source} holds numbers that are not finite; leave those steps out")
     return found
 
 
@@ -86,30 +81,71 @@ def as_batch(recording: Recording, policy: EnvironmentPolicy) -> Batch:
     )  # fmt: skip
 
 
-def _read_minari(source: str) -> Recording:
-    try:
-        import minari
-    except ImportError as error:
-        raise ImportError('Minari datasets need the package minari; pip install "anypo[control]"') from error
-    try:
-        if source.startswith("minari:"):
-            dataset = minari.load_dataset(source.removeprefix("minari:"), download=False)
-        else:
-            folder = Path(source)
-            dataset = minari.MinariDataset(folder / "data" if (folder / "data").is_dir() else folder)
-    except (OSError, KeyError, ValueError) as error:
+class _Episode(NamedTuple):
+    """An episode of T steps as Minari keeps it."""
+
+    observations: NDArray  # [T+1,...], the last one after the last step
+    actions: NDArray  # [T,...]
+    rewards: NDArray  # [T]
+    terminations: NDArray  # [T]
+    truncations: NDArray  # [T]
+
+
+def _read_npz(path: Path) -> Recording:
+    if not path.exists():
+        raise ValueError(f"there is no recording {path}; benchmarks/make_offline.py writes one")
+    with np.load(path) as stored:
+        absent = [name for name in Recording._fields if name not in stored]
+        if absent:
+            raise ValueError(f"{path} is no recording of steps: it lacks {', '.join(absent)}")
+        return Recording(*(stored[name] for name in Recording._fields))
+
+
+def _read_minari(source: str, spaces: Spaces) -> Recording:
+    root = Path(os.environ.get("MINARI_DATASETS_PATH", Path.home() / ".minari" / "datasets"))
+    place = root / source.removeprefix("minari:") if source.startswith("minari:") else Path(source)
+    data = place / "data" if (place / "data").is_dir() else place
+    file = data / "main_data.hdf5" if data.is_dir() else data
+    if not data.exists():
         raise ValueError(
-            f"{source} is no recording that can be read ({error}); give file.npz, a Minari dataset folder or minari:<id>"
-        ) from error
-    parts = [
-        Recording(
-            _flat(e.observations[:-1]), np.asarray(e.actions), np.asarray(e.rewards, np.float32), _flat(e.observations[1:]),
-            np.asarray(e.terminations, bool), np.asarray(e.truncations, bool),
+            f"there is no recording {source}; give file.npz, the folder of a Minari dataset, its main_data.hdf5 or minari:<id>"
         )
-        for e in dataset.iterate_episodes()
-    ]  # fmt: skip
+    try:
+        parts = [_as_recording(e, spaces) for e in (_hdf5_episodes(file) if file.is_file() else _minari_episodes(data))]
+    except (OSError, KeyError, TypeError) as error:
+        raise ValueError(f"{source} is no recording that can be read ({error}); give file.npz or a Minari dataset") from error
+    if not parts:
+        raise ValueError(f"{source} holds no episodes")
     return joined(parts)
 
 
-def _flat(observations: NDArray) -> NDArray[np.float32]:
-    return np.asarray(observations, np.float32).reshape(len(observations), -1)
+def _hdf5_episodes(file: Path) -> Iterator[_Episode]:
+    """From Minari's HDF5 layout: a group `episode_<number>` with a data set for every field."""
+    try:
+        import h5py
+    except ImportError as error:
+        raise ImportError('HDF5 recordings need the package h5py; pip install "anypo[control]"') from error
+    with h5py.File(file) as stored:
+        for name in sorted((n for n in stored if n.startswith("episode_")), key=lambda n: int(n.removeprefix("episode_"))):
+            group = stored[name]
+            if not all(isinstance(group[field], h5py.Dataset) for field in _Episode._fields):
+                raise ValueError(f"{file} holds observations or actions of several parts; flatten them into one array each")
+            yield _Episode(*(group[field][()] for field in _Episode._fields))
+
+
+def _minari_episodes(data: Path) -> Iterator[_Episode]:
+    try:
+        import minari
+    except ImportError as error:
+        raise ImportError('Minari datasets that are no HDF5 files need the package minari; pip install "anypo[control]"') from error
+    for e in minari.MinariDataset(data).iterate_episodes():
+        yield _Episode(*(np.asarray(getattr(e, field)) for field in _Episode._fields))
+
+
+def _as_recording(episode: _Episode, spaces: Spaces) -> Recording:
+    seen = episode.observations
+    if spaces.discrete_observation and seen.ndim == 1:
+        seen = np.eye(spaces.observation_size)[seen.astype(np.int64)]
+    seen = seen.astype(np.float32).reshape(len(seen), -1)
+    flags = (np.asarray(x, dtype=bool) for x in (episode.terminations, episode.truncations))
+    return Recording(seen[:-1], episode.actions, episode.rewards.astype(np.float32), seen[1:], *flags)

@@ -7,8 +7,7 @@ episodes from the same start state, one row each. Rewards are dense [N,T]; a gro
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from anypo.batch import Batch
+from anypo.domains.control import video as films
 from anypo.domains.control.chunks import Chunked, chunked_spaces, windows
 from anypo.domains.control.collect import Finished, Stream, Trajectories, episodes
 from anypo.domains.control.envs import EnvironmentFailed, Environments, Maker, describe, make_environments, maker
@@ -35,13 +35,14 @@ class GymTask:
 
     def __init__(
         self, environment: str | Maker, *, envs: int = 8, horizon: int = 256, normalize_rewards: bool | None = None, reward_gamma: float = 0.99,
-        evaluation_episodes: int = 20, on_env_error: str = "stop", video: str | None = None, data: str | None = None, action_chunk: int = 1,
+        evaluation_episodes: int = 20, on_env_error: str = "stop", video: str | bool | None = None, data: str | None = None, action_chunk: int = 1,
     ) -> None:  # fmt: skip
         """`envs`: parallel environments (prompts a step). `horizon`: steps of each in a segment. `normalize_rewards`: divide rewards by the running
         standard deviation of the discounted return (segments only; None = for continuous actions on-policy), with discount `reward_gamma`. `on_env_error`:
         what an environment that raises does to the run, stop (after writing a checkpoint when there is a folder) or restart its episode. `video`:
-        a GIF of one episode, written when training ends. `data`: a file of recorded steps; methods with a replay buffer then learn from it alone.
-        `action_chunk`: environment steps a decision of the policy takes; then all else counts decisions.
+        a GIF of one episode, written when training ends: the name of the file, or true for one in the run's folder. `data`: a file of recorded steps;
+        methods with a replay buffer then learn from it alone. `action_chunk`: environment steps a decision of the policy takes; then all else counts
+        decisions.
 
         Raises ValueError for an unknown environment, unsupported spaces or an option out of range.
         """
@@ -57,13 +58,16 @@ class GymTask:
         self.name = self.spaces.name
         self.prompts_per_step, self.horizon = envs, horizon
         self.normalize_rewards = normalize_rewards
-        self.reward_gamma, self.evaluation_episodes, self.on_env_error, self.video = reward_gamma, evaluation_episodes, on_env_error, video
-        self.data = data
+        self.reward_gamma, self.evaluation_episodes, self.on_env_error = reward_gamma, evaluation_episodes, on_env_error
+        self.data, self.video = data, video
+        if films.wanted(video, self.name) is not None:
+            films.check(self.make, self.name)
         self.scale = RewardScale()
         self.last_return: float | None = None
         self._stream: Stream | None = None
         self._episode_environments: Environments | None = None
         self._pending: dict[str, Any] | None = None
+        self._before_prompts: Mapping[str, Any] | None = None  # state of the random stream that the step's prompts were drawn from
 
     def environments(self, count: int) -> Environments:
         """`count` fresh environments of this task's kind."""
@@ -72,32 +76,34 @@ class GymTask:
 
     def prompts(self, count: int, rng: np.random.Generator) -> list[Prompt]:
         """`count` start seeds. Environments that already run are not reset by them."""
+        self._before_prompts = rng.bit_generator.state
         return [Prompt(id=int(seed), content=int(seed)) for seed in rng.integers(EVALUATION_SEED, size=count)]
 
     def collect(self, prompts: list[Prompt], run: Run) -> Batch:
         policy: EnvironmentPolicy = run.policy  # type: ignore[assignment]
         policy.begin_collection()
-        if all(p.samples == 1 for p in prompts):
-            batch, seen = self._segment(prompts, run)
-        else:
-            batch, seen = self._groups(prompts, run)
+        start = self._pending if self._stream is None or run.out is None else self._stream.state_dict()
+        try:
+            batch, seen = self._segment(prompts, run) if all(p.samples == 1 for p in prompts) else self._groups(prompts, run)
+        except EnvironmentFailed:
+            if run.out is not None:
+                self._save_beginning(start, run)
+            raise
         policy.end_collection(seen.observation[seen.mask])
         return batch
 
+    def _save_beginning(self, stream: dict[str, Any] | None, run: Run) -> None:
+        """A checkpoint of the beginning of this step, so that a resumed run repeats it."""
+        self._stream, self._pending = None, stream
+        if self._before_prompts is not None:
+            run.rng.bit_generator.state = self._before_prompts
+        run.save()
+
     def _segment(self, prompts: list[Prompt], run: Run) -> tuple[Batch, Trajectories]:
-        stream = self._running(prompts)
+        stream, finished = self._running(prompts), Finished()
         horizon = prompts[0].max_actions or self.horizon
         policy: EnvironmentPolicy = run.policy  # type: ignore[assignment]
-        start: dict[str, Any] | None = {"stream": stream.state_dict(), "rng": run.rng.bit_generator.state} if run.out is not None else None
-        finished = Finished()
-        try:
-            seen = stream.collect(policy.actor(), policy.for_environment, policy.noise(run.rng, (horizon, len(prompts))), finished)
-        except EnvironmentFailed:
-            if start is not None:  # the checkpoint is that of the beginning of this step, so that a resumed run repeats it
-                stream.load_state_dict(start["stream"])
-                run.rng.bit_generator.state = start["rng"]
-                run.save()
-            raise
+        seen = stream.collect(policy.actor(), policy.for_environment, policy.noise(run.rng, (horizon, len(prompts))), finished)
         self._log(finished.returns, finished.lengths, run)
         continuous_on_policy = self.spaces.actions is None and run.method.loop == "on_policy"
         if continuous_on_policy if self.normalize_rewards is None else self.normalize_rewards:
@@ -193,8 +199,9 @@ class GymTask:
     def evaluate(self, run: Run) -> dict[str, float]:
         """Mean undiscounted return and length over held-out start seeds, acting by the likeliest action."""
         returns, lengths = self.held_out(run.policy, self.evaluation_episodes)  # type: ignore[arg-type]
-        if self.video and run.finished:
-            record(run.policy, self.make, self.video, EVALUATION_SEED)  # type: ignore[arg-type]
+        film = films.wanted(self.video, self.name, run.out) if run.finished else None
+        if film is not None:
+            films.record(run.policy, self.make, film, EVALUATION_SEED)  # type: ignore[arg-type]
         return {"return": float(returns.mean()), "length": float(lengths.mean())}
 
     def held_out(self, policy: EnvironmentPolicy, count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -244,39 +251,3 @@ class RewardScale:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-
-
-def record(policy: EnvironmentPolicy, make: Maker, path: str | Path, seed: int = EVALUATION_SEED, frames: int = 1000) -> Path:
-    """A GIF of one episode under the likeliest actions, from a start seed; at most `frames` steps. Draws off-screen.
-
-    Raises ImportError with the command to run when the drawing packages are missing, ValueError when the environment cannot be drawn.
-    """
-    try:
-        import imageio.v3 as imageio
-    except ImportError as error:
-        raise ImportError('a video needs imageio; pip install "anypo[control]"') from error
-    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
-    environment = make(render_mode="rgb_array")
-    spaces, act = policy.spaces, policy.actor()
-    observation, _ = environment.reset(seed=seed)
-    images = []
-    for _ in range(frames):
-        image = environment.render()
-        if not isinstance(image, np.ndarray):
-            raise ValueError(f"{spaces.name} draws no pictures (render_mode rgb_array), so there is no video of it")
-        images.append(image)
-        seen = np.eye(spaces.observation_size)[int(observation)] if spaces.discrete_observation else np.ravel(observation)
-        action = policy.for_environment(act(seen.astype(np.float32)[None], None))[0]
-        for piece in np.reshape(action, (spaces.chunk, -1)):
-            taken = int(action) if spaces.actions is not None else piece.reshape(environment.action_space.shape)
-            observation, _, terminated, truncated, _ = environment.step(taken)
-            if terminated or truncated:
-                break
-        if terminated or truncated:
-            break
-    rate = environment.metadata.get("render_fps", 30)
-    environment.close()
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    imageio.imwrite(path, np.stack(images)[:: max(1, len(images) // 250)], extension=".gif", duration=1000 / rate, loop=0)
-    return path

@@ -8,7 +8,8 @@ names of the baselines are the paper's; rules, features, reward and generators a
 
 What differs from that digest, by measurement: it estimates advantages with a trace decay of 0.95, which favours actions that make the next interval
 short, that is short jobs first, whatever they do to the makespan; here it is 1. And the luck of an instance, which no state shows, is most of the
-variance: several schedules are made of each instance, and what the others got from the same decision on is taken off.
+variance: several schedules are made of each instance, and what the others got from the same decision on is taken off. The digest's 10 epochs over 32
+schedules at 3e-4 and entropy bonus of 0.01 became 4 epochs over 256 schedules at 5e-4 and 0.003, which is steadier in the same time.
 """
 
 from __future__ import annotations
@@ -126,6 +127,6 @@ METHOD = PPO.but(
     summary="PPO over pairs of dispatching rules, asked at the events of a job shop with random arrivals",
     select=UniformPrompts(group_size=8),
     credit=SameInstanceGAE(),
-    regularize=(ValueLoss(coefficient=0.5), EntropyBonus(coefficient=0.01)),
+    regularize=(ValueLoss(coefficient=0.5), EntropyBonus(coefficient=0.003)),
     update=GradientSteps(epochs=4, minibatches=8, learning_rate=5e-4, optimizer="adam", max_grad_norm=0.5),
 )

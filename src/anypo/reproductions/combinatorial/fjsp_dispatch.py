@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from anypo.claims import Evidence, ablation, claim
@@ -15,7 +16,6 @@ from anypo.domains.combinatorial.shop_instances import KINDS, ShopSetting
 from anypo.domains.combinatorial.shop_milp import at_milp
 from anypo.loops.on_policy import train
 from anypo.methods.combinatorial.fjsp_dispatch import METHOD, hindsight
-from anypo.reproductions.common import ShuffledCredit
 from anypo.run import Run
 from anypo.seams.credit import GAE
 
@@ -85,38 +85,35 @@ def simulator_without_machines() -> Evidence:
     return _simulated(Blind)
 
 
-STEPS, SEEDS, TEST = 60, (0, 1), 200
+STEPS, SEEDS, TEST = 40, (0, 1), 200
 # Gains over the best pair were not seen: what tells instances apart (which machine is slow) is not in the state. 200 test instances, since the mean of
 # 50 moves by several percent with the draw.
 
 
 @cache
-def _learned(kind: str, objective: str, seed: int) -> tuple[float, NDArray]:
-    """Mean test makespan (or flow time) of the trained policy, and those [10, instances] of every fixed pair. `kind`: what is on or off."""
+def _learned(kind: str, objective: str, seed: int) -> dict[str, tuple[float, NDArray]]:
+    """For `makespan` and `flow`: the trained policy's mean on test instances, and those [10, instances] of every fixed pair. `kind`: what is off."""
     method = {
-        "method": METHOD,
-        "shuffled": METHOD.but(credit=ShuffledCredit(METHOD.credit)),
-        "short traces": METHOD.set("credit.lam", 0.95),
-        "one schedule an instance": METHOD.but(credit=GAE(gamma=1.0, lam=0.95)).set("select.group_size", 1).set("select.prompts", 256),
+        "nothing": METHOD,
+        "long traces": METHOD.set("credit.lam", 0.95),
+        "comparison": METHOD.but(credit=GAE(gamma=1.0, lam=0.95)).set("select.group_size", 1).set("select.prompts", 256),
     }[kind]
-    policy, task = build("shop:heterogeneous", None, needs=method.needs(), seed=seed, objective=objective, evaluation_instances=TEST)
-    run = train(Run(method, policy, task, steps=STEPS, seed=seed))
-    name = "makespan" if objective == "makespan" else "flow"
-    return task.evaluate(run)[name], task.rules[name]
+    options: dict[str, Any] = {"objective": objective, "evaluation_instances": TEST}
+    policy, task = build("shop:heterogeneous", None, needs=method.needs(), seed=seed, **options)
+    found = task.evaluate(train(Run(method, policy, task, steps=STEPS, seed=seed)))
+    return {name: (found[name], task.rules[name]) for name in ("makespan", "flow")}
 
 
-def _makespan(kind: str, seeds: tuple[int, ...] = SEEDS) -> Evidence:
-    import torch
-
-    found = [_learned(kind, "makespan", seed) for seed in seeds]
+def _makespan(off: str, seeds: tuple[int, ...] = SEEDS) -> Evidence:
+    found = [_learned(off, "makespan", seed)["makespan"] for seed in seeds]
     means = found[0][1].mean(1)
-    best = hindsight(torch.from_numpy(found[0][1]))
+    best, median = hindsight(torch.from_numpy(found[0][1])), float(np.median(means))
     measured = {
         "policy": [round(value, 2) for value, _ in found],
         f"best pair ({RULE_PAIRS[best.best_rule]})": round(best.best_mean, 2),
-        "median pair": round(float(np.median(means)), 2),
+        "median pair": round(median, 2),
     }
-    holds = all(value <= 1.01 * best.best_mean and value < float(np.median(means)) for value, _ in found)
+    holds = all(value <= 1.01 * best.best_mean and value < median for value, _ in found)
     return Evidence(measured, "at most 1% above the best fixed pair in hindsight and below the median pair, every seed", holds)
 
 
@@ -125,34 +122,34 @@ def _makespan(kind: str, seeds: tuple[int, ...] = SEEDS) -> Evidence:
     slow=True,
 )
 def reaches_the_best_pair() -> Evidence:
-    return _makespan("method")
+    return _makespan("nothing")
 
 
 @ablation(reaches_the_best_pair, "the credit of plain PPO: trace decay 0.95, one schedule of each of 256 instances")
 def plain_credit() -> Evidence:
-    return _makespan("one schedule an instance", (0,))
+    return _makespan("comparison", (0,))
 
 
 @ablation(reaches_the_best_pair, "trace decay 0.95")
 def short_traces() -> Evidence:
-    return _makespan("short traces", (0,))
+    return _makespan("long traces", (0,))
 
 
-def _sum(kind: str) -> Evidence:
-    value, rules = _learned(kind, "sum", 0)
-    first = float(rules[0].mean())
+def _sum(objective: str) -> Evidence:
+    value, rules = _learned("nothing", objective, 0)["flow"]
+    first = float(rules[RULE_PAIRS.index("FIFO-FAST")].mean())
     measured = {"policy": round(value, 1), "FIFO-FAST": round(first, 1), "best pair": round(float(rules.mean(1).min()), 1)}
     return Evidence(measured, "at least 5% below FIFO-FAST", value < 0.95 * first)
 
 
 @claim("with the total time in the shop as the objective the policy beats FIFO-FAST by at least 5%", slow=True)
 def beats_first_come_first_served() -> Evidence:
-    return _sum("method")
+    return _sum("sum")
 
 
-@ablation(beats_first_come_first_served, "advantages dealt to the wrong schedules")
-def without_credit() -> Evidence:
-    return _sum("shuffled")
+@ablation(beats_first_come_first_served, "the reward of the makespan")
+def with_the_other_reward() -> Evidence:
+    return _sum("makespan")
 
 
 def _planned(time_limit: float) -> Evidence:
