@@ -130,7 +130,7 @@ def test_a_minari_dataset_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         np.testing.assert_allclose(recording.reward, rewards, rtol=1e-6)
         assert recording.truncated.sum() == 2 and recording.next_observation.shape == (400, 3)
         np.testing.assert_array_equal(recording.observation[1], recording.next_observation[0])
-    with pytest.raises(ValueError, match="no recording that can be read"):
+    with pytest.raises(ValueError, match="there is no recording minari:"):
         read("minari:test/absent-v0", task.spaces)
 
 
