@@ -9,15 +9,14 @@ Left out: the reordering of models above PACKED_BYTES, and of those so small tha
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
-if TYPE_CHECKING:
-    from anypo.domains.language.direct import Direct, Layer
+from anypo.domains.language.direct import Direct, Layer, normalize, rotate
 
 Update = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 PACKED_BYTES = 4 << 30
@@ -99,15 +98,3 @@ class Product:
 
     def _two(self, x: Tensor, other: Tensor, what: str) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise.binary(x, other, self.weight, self.bias, what)
-
-
-def normalize(x: Float[Tensor, "*n D"], weight: Float[Tensor, " D"], eps: float) -> Float[Tensor, "*n D"]:
-    """Root-mean-square norm, x / sqrt(mean(x^2) + eps) * weight, rounded as `direct.py` rounds it."""
-    wide = x.float()
-    return (wide * wide.square().mean(dim=-1, keepdim=True).add_(eps).rsqrt_()).to(x.dtype).mul_(weight)
-
-
-def rotate(x: Float[Tensor, "n H W"], cosine: Float[Tensor, "n 1 W"], sine: Float[Tensor, "n 1 W"]) -> Float[Tensor, "n H W"]:
-    """Rotary position embedding."""
-    low, high = x.chunk(2, dim=-1)
-    return torch.cat([-high, low], dim=-1).mul_(sine).add_(x * cosine)

@@ -130,14 +130,19 @@ class Norm(torch.autograd.Function):
         return *_normalize_backward(slope, x, inverse, weight, ctx.needs_input_grad[1]), None
 
 
+def rotate(x: Float[Tensor, "n H W"], cosine: Float[Tensor, "n 1 W"], sine: Float[Tensor, "n 1 W"]) -> Float[Tensor, "n H W"]:
+    """Rotary position embedding, without a gradient."""
+    low, high = x.chunk(2, dim=-1)
+    return torch.cat([-high, low], dim=-1).mul_(sine).add_(x * cosine)
+
+
 class Rotation(torch.autograd.Function):
     """Rotary position embedding of [n,H,W] by [n,1,W] cosines and sines. The backward pass turns back, so that nothing of `x` is kept."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         ctx.save_for_backward(cosine, sine)
-        low, high = x.chunk(2, dim=-1)
-        return torch.cat([-high, low], dim=-1).mul_(sine).add_(x * cosine)
+        return rotate(x, cosine, sine)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

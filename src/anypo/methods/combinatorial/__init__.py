@@ -1,1 +1,1 @@
-"""Methods for games, one file a paper."""
+"""Methods for scheduling and inventory control, one file a paper."""

@@ -26,7 +26,7 @@ from anypo.batch import Batch
 from anypo.domains.combinatorial.shop import Instances, Schedule, interval_rewards, run_shop
 from anypo.method import Paper
 from anypo.methods.control.ppo import METHOD as PPO
-from anypo.seams.credit import dense_reward, gae, per_action_ends, whiten
+from anypo.seams.credit import GAE, whiten
 from anypo.seams.groups import group_size, leave_one_out_mean
 from anypo.seams.regularize import EntropyBonus, ValueLoss
 from anypo.seams.select import UniformPrompts
@@ -110,12 +110,8 @@ class SameInstanceGAE:
     gives = frozenset({"returns"})
 
     def __call__(self, batch: Batch, run: Run) -> Tensor:
-        terminated, truncated = per_action_ends(batch)
-        found = gae(
-            dense_reward(batch), batch.signal("old_value"), terminated, truncated, batch.mask, self.gamma, self.lam, batch.next_value
-        )
-        batch.signals["returns"] = found.returns
-        return whiten(without_luck(found.advantages, batch.group), batch.mask)
+        found = GAE(self.gamma, self.lam, normalize=False)(batch, run)
+        return whiten(without_luck(found, batch.group), batch.mask)
 
 
 METHOD = PPO.but(

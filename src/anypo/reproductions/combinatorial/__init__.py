@@ -1,1 +1,1 @@
-"""Claims of the methods for games, one file a paper."""
+"""Claims of the methods for scheduling and inventory control, one file a paper."""
