@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,16 @@ def assert_resumes(method: Method, folder: Path, **task: Any) -> None:
     halves = trained(method, 4, out=folder / "halves", **task)
     assert torch.equal(whole.policy.logits, halves.policy.logits)
     assert [r["reward"] for r in whole.history] == [r["reward"] for r in halves.history]
+
+
+def assert_continues(run_to: Callable[[Path, int], Run], folder: Path, column: str = "reward") -> None:
+    """`run_to(out, upto)` makes a run of four steps that checkpoints every 2 into `out`, resumes what is there and goes on to step `upto`: four steps
+    equal two, a checkpoint, and two more."""
+    whole = run_to(folder / "whole", 4)
+    run_to(folder / "parts", 2)
+    parts = run_to(folder / "parts", 4)
+    assert all(torch.equal(a, b) for a, b in zip(whole.policy.parameters(), parts.policy.parameters(), strict=True))
+    assert [r[column] for r in whole.history] == [r[column] for r in parts.history]
 
 
 def trained_on_cartpole(method: Method, steps: int, seed: int = 0, out: Path | None = None) -> Run:

@@ -1,30 +1,8 @@
 import json
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
-
-from anypo import cli
-
-
-@pytest.fixture
-def anypo(monkeypatch, capfd):
-    """The command line as a function, run in this process: (arguments) -> returncode, stdout, stderr."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["anypo", *map(str, arguments)])
-        monkeypatch.setattr(cli, "debugging", False)
-        capfd.readouterr()
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as stop:
-            code = stop.code or 0
-        out, err = capfd.readouterr()
-        return SimpleNamespace(returncode=code, stdout=out, stderr=err)
-
-    return run
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from anypo import cli
-
 WORLDS = '''
 import gymnasium, numpy as np
 from gymnasium import spaces
@@ -55,26 +53,13 @@ Command = Callable[..., SimpleNamespace]
 
 
 @pytest.fixture
-def anypo(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
-    """The command line as a function, run in this process in an empty folder that holds the module `worlds`: (arguments) -> returncode, stdout, stderr."""
+def anypo(anypo: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
+    """The command line in an empty folder that holds the module `worlds`."""
     (tmp_path / "worlds.py").write_text(WORLDS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     sys.modules.pop("worlds", None)
-
-    def run(*arguments: object) -> SimpleNamespace:
-        monkeypatch.setattr(sys, "argv", ["anypo", *map(str, arguments)])
-        monkeypatch.setattr(cli, "debugging", False)
-        capfd.readouterr()
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as stop:
-            code = stop.code or 0  # type: ignore[assignment]
-        out, err = capfd.readouterr()
-        return SimpleNamespace(returncode=code, stdout=out, stderr=err)
-
-    return run
+    return anypo
 
 
 def world(kind: str) -> tuple[str, str]:

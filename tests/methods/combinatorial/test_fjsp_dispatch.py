@@ -13,6 +13,7 @@ from anypo.loops.on_policy import step
 from anypo.methods.combinatorial.fjsp_dispatch import METHOD, SameInstanceGAE, hindsight, rewards, simulate, without_luck
 from anypo.run import Run
 from anypo.seams.credit import GAE, whiten
+from tests.helpers import assert_continues
 
 SHOP = {"jobs": 4, "instances": 4, "evaluation_instances": 3, "hidden": 8}
 
@@ -119,8 +120,4 @@ def test_it_trains_and_resumes_to_the_same_numbers(tmp_path):
             step(run)
         return run
 
-    whole = run_to(tmp_path / "whole", 4)
-    run_to(tmp_path / "parts", 2)
-    parts = run_to(tmp_path / "parts", 4)
-    assert all(torch.equal(a, b) for a, b in zip(whole.policy.parameters(), parts.policy.parameters(), strict=True))
-    assert [r["reward"] for r in whole.history] == [r["reward"] for r in parts.history]
+    assert_continues(run_to, tmp_path)

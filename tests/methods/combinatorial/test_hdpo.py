@@ -11,6 +11,7 @@ from anypo.loops.on_policy import step, train
 from anypo.methods.combinatorial.hdpo import METHOD, PathwiseCost, base_stock_cost, newsvendor
 from anypo.policy import Signals
 from anypo.run import Run
+from tests.helpers import assert_continues
 
 SMALL = {"scenarios": 16, "batch": 8, "periods": 14, "warm_up": 8, "test_scenarios": 4, "test_periods": 20, "hidden": 8}
 SHORT = METHOD.set("objective.ignore", 8).set("control.0.every", 2)
@@ -111,8 +112,4 @@ def test_it_trains_and_resumes_to_the_same_numbers(tmp_path):
             step(run)
         return run
 
-    whole = run_to(tmp_path / "whole", 4)
-    run_to(tmp_path / "parts", 2)
-    parts = run_to(tmp_path / "parts", 4)
-    assert all(torch.equal(a, b) for a, b in zip(whole.policy.parameters(), parts.policy.parameters(), strict=True))
-    assert [r["loss"] for r in whole.history] == [r["loss"] for r in parts.history]
+    assert_continues(run_to, tmp_path, "loss")
