@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from anypo.batch import Batch
-from anypo.domains.language import logprobs
+from anypo.domains.language import logprobs, tree
 from anypo.domains.language.policy import LanguagePolicy
 from anypo.policy import Loss, MissingSignal, Signals
 
@@ -142,6 +142,22 @@ def test_the_chunked_backward_pass_is_exact_whatever_the_budget(kind: str, budge
     reference.backward()
     torch.testing.assert_close(value, reference.detach(), atol=1e-4, rtol=1e-4)
     assert_same_gradients(gradients(subject.model), gradients(model))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", BATCHES)
+def test_filler_tokens_change_nothing(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def loss(batch: Batch, new: Signals) -> Loss:
+        return Loss(-new.logp.sum() + new.entropy.mean())
+
+    first, second, batch = policy(kind), policy(kind), BATCHES[name]
+    first.backward(batch, {"logp", "entropy"}, loss)
+    monkeypatch.setattr(tree, "ALIGNED_FROM", 1)
+    sequences = [torch.cat([p, a[v]]) for p, a, v in zip(batch.context, batch.action, batch.attended, strict=True)]
+    assert all(len(row.tokens) % tree.ALIGNMENT == 0 and row.node.max() < len(row.tokens) - 1 for row in tree.pack(sequences, 1024))
+    second.backward(batch, {"logp", "entropy"}, loss)
+    torch.testing.assert_close(second.observe(batch, {"logp"}).logp, first.observe(batch, {"logp"}).logp, atol=1e-5, rtol=1e-5)
+    assert_same_gradients(gradients(second.model), gradients(first.model))
 
 
 def test_recorded_values_give_the_same_gradient() -> None:

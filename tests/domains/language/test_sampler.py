@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from anypo.batch import Batch
-from anypo.domains.language import sampler
+from anypo.domains.language import decoder, sampler
 from anypo.domains.language.policy import LanguagePolicy
 from anypo.domains.language.sampler import Samples, draw_by_weight, nucleus, sample
 
@@ -130,6 +130,30 @@ def test_the_direct_step_and_the_model_itself_draw_the_same(kind: str) -> None:
     first, second = draw(direct), draw(by_modules)
     assert torch.equal(first.tokens, second.tokens)
     torch.testing.assert_close(first.logp, second.logp, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_products_with_reordered_weights_are_the_plain_ones(
+    bias: bool, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoder, "SMALL", 1)
+    g = torch.Generator().manual_seed(0)
+    weight, shift, x, other = (torch.randn(*shape, generator=g).to(dtype) for shape in ((48, 32), (48,), (5, 32), (5, 48)))
+    packed, plain = (decoder.Product(weight, shift if bias else None, 5, pack) for pack in (True, False))
+    assert packed.packed and not plain.packed
+    for mine, theirs in ((packed(x), plain(x)), (packed.silu(x), plain.silu(x)), (packed.times(x, other), plain.times(x, other)),
+                         (packed.plus(x, other), plain.plus(x, other))):  # fmt: skip
+        torch.testing.assert_close(mine, theirs, atol=tolerance * float(theirs.abs().max()), rtol=tolerance)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_reordered_weights_draw_what_plain_ones_do(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = draw(tiny(kind))
+    monkeypatch.setattr(decoder, "SMALL", 1)
+    packed = draw(tiny(kind))
+    assert torch.equal(packed.tokens, plain.tokens)
+    torch.testing.assert_close(packed.logp, plain.logp, atol=1e-5, rtol=1e-5)
 
 
 def test_adapters_are_sampled_with() -> None:

@@ -48,7 +48,7 @@ class Block:
 class PackedRow:
     """One or more tries laid out as a single row of L tokens."""
 
-    tokens: Int64[Tensor, " L"]
+    tokens: Int64[Tensor, " L"]  # long rows end in a few that belong to no sequence
     position: Int64[Tensor, " L"]  # depth of the token in its sequence, from 0
     rows: Int64[Tensor, " n"]  # which sequences this row holds
     node: Int64[Tensor, "n S"]  # node[k,s]: where token s of sequence rows[k] lies in `tokens`; -1 beyond its end
