@@ -85,9 +85,10 @@ def simulator_without_machines() -> Evidence:
     return _simulated(Blind)
 
 
-STEPS, SEEDS, TEST = 40, (0, 1), 200
+STEPS, SEEDS = 40, (3, 4)
+UNSEEN = range(2_000_000, 2_000_200)
 # Gains over the best pair were not seen: what tells instances apart (which machine is slow) is not in the state. 200 test instances, since the mean of
-# 50 moves by several percent with the draw. The method's settings were chosen on these very test instances and seeds, so the margin is optimistic.
+# 50 moves by several percent with the draw. The method's settings were chosen on the task's own held-out instances and seeds 0 to 2; these are others.
 
 
 @cache
@@ -98,8 +99,9 @@ def _learned(kind: str, objective: str, seed: int) -> dict[str, tuple[float, NDA
         "long traces": METHOD.set("credit.lam", 0.95),
         "comparison": METHOD.but(credit=GAE(gamma=1.0, lam=0.95)).set("select.group_size", 1).set("select.prompts", 256),
     }[kind]
-    options: dict[str, Any] = {"objective": objective, "evaluation_instances": TEST}
-    policy, task = build("shop:heterogeneous", None, needs=method.needs(), seed=seed, **options)
+    task: Any
+    policy, task = build("shop:heterogeneous", None, needs=method.needs(), seed=seed, objective=objective)
+    task.held_out_instances = task.setting.draw(UNSEEN)
     found = task.evaluate(train(Run(method, policy, task, steps=STEPS, seed=seed)))
     return {name: (found[name], task.rules[name]) for name in ("makespan", "flow")}
 
@@ -127,16 +129,16 @@ def reaches_the_best_pair() -> Evidence:
 
 @ablation(reaches_the_best_pair, "the credit of plain PPO: trace decay 0.95, one schedule of each of 256 instances")
 def plain_credit() -> Evidence:
-    return _makespan("comparison", (0,))
+    return _makespan("comparison", SEEDS[:1])
 
 
 @ablation(reaches_the_best_pair, "trace decay 0.95")
 def short_traces() -> Evidence:
-    return _makespan("long traces", (0,))
+    return _makespan("long traces", SEEDS[:1])
 
 
 def _sum(objective: str) -> Evidence:
-    value, rules = _learned("nothing", objective, 0)["flow"]
+    value, rules = _learned("nothing", objective, SEEDS[0])["flow"]
     first = float(rules[RULE_PAIRS.index("FIFO-FAST")].mean())
     measured = {"policy": round(value, 1), "FIFO-FAST": round(first, 1), "best pair": round(float(rules.mean(1).min()), 1)}
     return Evidence(measured, "at least 5% below FIFO-FAST", value < 0.95 * first)
