@@ -11,8 +11,11 @@ from typing import Annotated, Any
 
 import typer
 
+from anypo.engines.memory import restart_with_large_pages
+
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Any policy optimization.")
 USER_MISTAKES = (ValueError, KeyError, OSError, FloatingPointError, ImportError)
+COMPUTING = {"train", "compare", "reproduce", "eval"}
 debugging = False
 
 AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output")]
@@ -20,8 +23,15 @@ Out = Annotated[Path | None, typer.Option(help="folder for metrics, checkpoints,
 Settings = Annotated[list[str] | None, typer.Option("--set", metavar="SEAM.FIELD=VALUE", help="change a hyper-parameter; may be repeated")]
 
 
+def command() -> None:
+    """Entry point of the command: `main`, with large pages for the commands that compute."""
+    if COMPUTING & set(sys.argv[1:3]):
+        restart_with_large_pages()
+    main()
+
+
 def main() -> None:
-    """Entry point: runs the command; a user's mistake becomes one sentence and exit code 2."""
+    """Runs the command; a user's mistake becomes one sentence and exit code 2."""
     global debugging
     if "--debug" in sys.argv:
         sys.argv.remove("--debug")
@@ -129,9 +139,8 @@ def train(
     if json_:
         print(json.dumps(result.as_json()))
         return
-    print(
-        f"{result.slug} on {result.task} ({result.model}): {result.steps} steps in {result.seconds:.1f} s, {result.tokens_per_second:,.0f} tokens/s"
-    )
+    speed = f"{result.tokens_per_second:,.0f} {result.run.policy.unit}/s" if result.run else ""
+    print(f"{result.slug} on {result.task} ({result.model}): {result.steps} steps in {result.seconds:.1f} s, {speed}")
     for name, after in result.after.items():
         print(f"  {name:<14}{result.before.get(name, float('nan')):>9.3f} -> {after:.3f}")
     if result.out:
@@ -259,11 +268,11 @@ def _shower(bars: Any, bar: Any) -> Callable[[dict[str, Any]], None]:
     def show_record(record: dict[str, Any]) -> None:
         parts = [f"{name} {record[name]:.3g}" for name in ("reward", "kl", "entropy") if isinstance(record.get(name), int | float)]
         if "tokens_per_second" in record.get("time", {}):
-            parts.append(f"{record['time']['tokens_per_second']:,.0f} tokens/s")
+            parts.append(f"{record['time']['tokens_per_second']:,.0f} actions/s")
         bars.update(bar, advance=1, numbers="  ".join(parts))
 
     return show_record
 
 
 if __name__ == "__main__":
-    main()
+    command()

@@ -75,6 +75,7 @@ class Policy(nn.Module):
     memoryless: bool = False  # True when action t depends on its own observation alone, so that single actions may be shuffled
     learning_rate: float = 1e-3  # a sensible default at this size; the update seam may override it
     optimizer: str = "adamw"
+    unit: str = "actions"  # what people call its actions: tokens, environment steps, ...
 
     def evaluate(self, batch: Batch, needs: Set[str]) -> Signals:
         """Differentiable signals of the batch's own actions, exactly those in `needs`. Shapes [N,T] unless the signal says otherwise."""

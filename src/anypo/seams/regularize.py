@@ -18,6 +18,14 @@ if TYPE_CHECKING:
     from anypo.run import Run
 
 
+def gaussian_kl(mean: Tensor, log_std: Tensor, other_mean: Tensor, other_log_std: Tensor) -> Tensor:
+    """Exact KL from the diagonal Gaussian of the first two [...,D] to that of the last two, summed over D. With equal deviations it is the sum of
+    (mean - other_mean)^2 / (2 std^2)."""
+    difference = log_std - other_log_std
+    shift = ((mean - other_mean) * (-other_log_std).exp()) ** 2
+    return 0.5 * ((2 * difference).exp() + shift - 1 - 2 * difference).sum(-1)
+
+
 @dataclass
 class KLPenalty:
     """beta times the estimated KL from the current policy to the frozen reference."""

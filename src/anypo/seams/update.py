@@ -8,7 +8,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from anypo.batch import Batch
@@ -16,6 +18,8 @@ from anypo.policy import Policy
 
 if TYPE_CHECKING:
     from anypo.run import MethodLoss, Run
+
+SMALL = 1 << 16  # numbers in a gradient that is clipped in NumPy
 
 OPTIMIZERS = {
     "sgd": "torch.optim:SGD",
@@ -115,10 +119,21 @@ def clip_parameters(parameters: Iterable[Tensor], max_norm: float | None) -> Ten
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:
         return torch.zeros(())
+    if all(g.device.type == "cpu" and g.dtype == torch.float32 and g.numel() <= SMALL for g in gradients):
+        return _clip_arrays([g.numpy() for g in gradients], max_norm)
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
     if max_norm is not None and float(norm) > max_norm:
         torch._foreach_mul_(gradients, max_norm / (float(norm) + 1e-6))
     return norm
+
+
+def _clip_arrays(gradients: list[NDArray], max_norm: float | None) -> Tensor:
+    """The same for small gradients on the CPU, where a torch call costs more than the arithmetic."""
+    norm = math.sqrt(sum(float(np.vdot(g, g)) for g in gradients))
+    if max_norm is not None and norm > max_norm:
+        for gradient in gradients:
+            gradient *= np.float32(max_norm / (norm + 1e-6))
+    return torch.tensor(norm)
 
 
 def minibatches(batch: Batch, parts: int, unit: str, generator: torch.Generator) -> Iterator[Batch]:
@@ -136,10 +151,7 @@ def minibatches(batch: Batch, parts: int, unit: str, generator: torch.Generator)
     if unit == "group":
         yield from (batch[torch.isin(index, chosen).nonzero().flatten()] for chosen in pieces)
         return
-    shuffled, start = batch[order], 0  # dealt once; the pieces are then views of it
-    for chosen in pieces:
-        yield shuffled[start : start + len(chosen)]
-        start += len(chosen)
+    yield from batch[order].split([len(chosen) for chosen in pieces])
 
 
 def flatten_actions(batch: Batch) -> Batch:

@@ -17,6 +17,8 @@ from transformers import (
     MistralConfig,
     MistralForCausalLM,
     PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -37,12 +39,19 @@ SIZE = {
 }
 
 
-def tiny(kind: str = "llama") -> Any:
+def tiny(kind: str = "llama", **more: Any) -> Any:
     torch.manual_seed(0)
+    more = {"max_position_embeddings": 64, "initializer_range": 0.2} | more
     if kind == "llama":
-        return LlamaForCausalLM(LlamaConfig(**SIZE, max_position_embeddings=64, tie_word_embeddings=True, initializer_range=0.2))
+        return LlamaForCausalLM(LlamaConfig(**SIZE, tie_word_embeddings=True, **more))
+    if kind == "qwen2":  # biases on queries, keys and values
+        model = Qwen2ForCausalLM(Qwen2Config(**SIZE, **more))
+        for layer in model.model.layers:
+            for part in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
+                torch.nn.init.normal_(part.bias, std=0.2)
+        return model
     if kind == "qwen3":
-        return Qwen3ForCausalLM(Qwen3Config(**SIZE, head_dim=8, max_position_embeddings=64, initializer_range=0.2))
+        return Qwen3ForCausalLM(Qwen3Config(**SIZE, head_dim=8, **more))
     return MistralForCausalLM(MistralConfig(**SIZE, sliding_window=4, max_position_embeddings=64, initializer_range=0.2))
 
 
@@ -170,6 +179,29 @@ def test_recorded_values_give_the_same_gradient() -> None:
     second.backward(GROUPS, {"logp", "entropy"}, loss, known)  # in several chunks, the read-out's gradient added in place
     assert_same_gradients(gradients(second.model), gradients(first.model))
     assert second.evaluate(GROUPS, {"logp"}).logp.abs().sum() > 0  # values are back afterwards
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_gradients_added_in_place_are_those_of_autograd(kind: str, checkpointing: bool) -> None:
+    """`backward` adds the weights' gradients to `.grad` itself, over chunks and calls; `evaluate` leaves that to autograd. Token 7 pads."""
+
+    def loss(batch: Batch, new: Signals) -> Loss:
+        return Loss((new.logp * torch.arange(1, 1 + batch.horizon)).sum())
+
+    padded = lambda: LanguagePolicy(tiny(kind, pad_token_id=7), tokenizer(), token_budget=12, gradient_checkpointing=checkpointing)  # noqa: E731
+    ours, by_autograd = padded(), padded()
+    assert ours.network.direct is not None and len(list(ours.chunks(GROUPS))) > 1 and 7 in torch.cat(GROUPS.context)
+    for _ in range(2):
+        ours.backward(GROUPS, {"logp"}, loss)
+        loss(GROUPS, by_autograd.evaluate(GROUPS, {"logp"})).value.backward()
+    assert_same_gradients(gradients(ours.model), gradients(by_autograd.model))
+    assert gradients(ours.model).keys() == {name for name, _ in ours.model.named_parameters()}
+    unchanged = {name: g.clone() for name, g in gradients(ours.model).items()}
+    apart = torch.autograd.grad(loss(GROUPS, ours.evaluate(GROUPS, {"logp"})).value, list(ours.model.parameters()))
+    assert all(torch.equal(g, unchanged[name]) for name, g in gradients(ours.model).items())
+    for gradient, once in zip(apart, unchanged.values(), strict=True):
+        torch.testing.assert_close(2 * gradient, once, atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("elements", [60, 1 << 20])

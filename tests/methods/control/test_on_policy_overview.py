@@ -117,7 +117,7 @@ def test_one_sample_or_none() -> None:
 
 
 def test_the_two_parts_of_a_gaussian_kl_are_the_whole_where_only_one_moves() -> None:
-    from anypo.domains.control.policy import gaussian_kl
+    from anypo.seams.regularize import gaussian_kl
 
     old, new, first, second = numbers(3, 2), numbers(3, 2, seed=1), numbers(3, 2, seed=2).exp(), numbers(3, 2, seed=3).exp()
     torch.testing.assert_close(gaussian_kl_parts(old, first, new, first).mean, gaussian_kl(old, first.log(), new, first.log()))

@@ -23,6 +23,8 @@ class Network(nn.Module):
             gain = scale if layer is self.layers[-1] else math.sqrt(2)
             nn.init.orthogonal_(layer.weight, gain)  # type: ignore[arg-type]
             nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
+        # The parameters themselves, in order: looking them up through modules costs as much as a small product.
+        self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = [(layer.weight, layer.bias) for layer in self.layers]  # type: ignore[misc]
 
     def hidden(self, x: Tensor) -> Tensor:
         """[...,I] -> the last hidden layer [...,H]."""
@@ -59,16 +61,16 @@ class Network(nn.Module):
 
     def accumulate(self, layers: list[NDArray], gradient: NDArray) -> None:
         """Add to every parameter's `.grad` what the output's gradient [M,O] makes of it: backpropagation by hand, a third of autograd's cost here."""
-        for i in range(len(self.layers) - 1, -1, -1):
-            layer = self.layers[i]
-            add_gradient(layer.weight, gradient.T @ layers[i])  # type: ignore[arg-type]
-            add_gradient(layer.bias, gradient.sum(0))  # type: ignore[arg-type]
+        for i in range(len(self.pairs) - 1, -1, -1):
+            weight, bias = self.pairs[i]
+            add_gradient(weight, gradient.T @ layers[i])
+            add_gradient(bias, gradient.sum(0))
             if i:
-                gradient = gradient @ layer.weight.detach().numpy()  # type: ignore[operator]
+                gradient = gradient @ weight.detach().numpy()
                 gradient *= (layers[i] > 0) if self.activation is torch.relu else 1 - layers[i] * layers[i]
 
     def _views(self) -> list[tuple[NDArray, NDArray]]:
-        return [(layer.weight.detach().numpy(), layer.bias.detach().numpy()) for layer in self.layers]  # type: ignore[operator]
+        return [(weight.detach().numpy(), bias.detach().numpy()) for weight, bias in self.pairs]
 
 
 def _array_relu(x: NDArray, out: NDArray) -> NDArray:

@@ -23,6 +23,7 @@ from anypo.batch import Batch
 from anypo.domains.control.envs import Spaces
 from anypo.domains.control.perceptron import Moments, Network, add_gradient
 from anypo.policy import Loss, LossFunction, Policy, Signals
+from anypo.seams.regularize import gaussian_kl
 
 OBSERVATION_LIMIT = 10.0  # of a normalized observation, in standard deviations
 HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
@@ -306,10 +307,3 @@ def gaussian_logp(action: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
     """Log-density of a diagonal Gaussian, summed over the last dimension."""
     scaled = (action - mean) * (-log_std).exp()
     return -(0.5 * scaled * scaled + (log_std + HALF_LOG_TWO_PI)).sum(-1)
-
-
-def gaussian_kl(old_mean: Tensor, old_log_std: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
-    """Exact KL(old || new) of diagonal Gaussians, summed over the last dimension."""
-    ratio = (2 * (old_log_std - log_std)).exp()
-    shift = ((old_mean - mean) * (-log_std).exp()) ** 2
-    return 0.5 * (ratio + shift - 1 - 2 * (old_log_std - log_std)).sum(-1)

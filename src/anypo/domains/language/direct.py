@@ -28,6 +28,7 @@ class Direct:
     def __init__(self, body: Any, config: Any) -> None:
         """Raises AttributeError for a body of another kind."""
         self.body = body
+        self.in_place = False  # whether a backward pass adds gradients of weights to their `.grad` itself; see `Total`
         self.heads: int = config.num_attention_heads
         self.key_heads: int = config.num_key_value_heads
         self.layers = [Layer(layer) for layer in body.layers]
@@ -36,7 +37,7 @@ class Direct:
     def read(self, row: PackedRow, record: Record | None = None, checkpointing: bool = False) -> Float[Tensor, "L D"]:
         """States of a packed row, differentiable. `record(key, value, layer)` is shown the keys and values [1,K,L,W] of every layer;
         `checkpointing` keeps nothing but the states between layers for the backward pass."""
-        state = self.body.embed_tokens(row.tokens)
+        state = self._embed(row.tokens)
         cosine, sine = (x[0, :, None] for x in self.body.rotary_emb(state[None], row.position[None]))
         for index, layer in enumerate(self.layers):
             if checkpointing and torch.is_grad_enabled():
@@ -48,19 +49,25 @@ class Direct:
     def _layer(
         self, layer: Layer, index: int, state: Tensor, cosine: Tensor, sine: Tensor, row: PackedRow, record: Record | None
     ) -> Float[Tensor, "L D"]:
-        query, key, value = (x.transpose(0, 1)[None] for x in self._project(layer, state, cosine, sine))
+        query, key, value = (x.transpose(0, 1)[None] for x in self._attended(layer, state, cosine, sine))
         if record is not None:
             record(key, value, index)
         out = tree_attention(query, key, value, row, layer.scale)[0].flatten(1)
-        state = state + linear(out, *layer.output)
-        return state + GatedMlp.apply(state, *layer.norm_after, layer.gate, layer.up, layer.down)
+        state = Sum.apply(state, out, *layer.output, self.in_place)
+        return GatedMlp.apply(state, *layer.norm_after, layer.gate, layer.up, layer.down, self.in_place)
 
-    def _project(self, layer: Layer, state: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _embed(self, tokens: Tensor) -> Float[Tensor, "L D"]:
+        module = self.body.embed_tokens
+        if not (self.in_place and type(module) is nn.Embedding and module.weight.requires_grad and torch.is_grad_enabled()):
+            return module(tokens)
+        return Embedding.apply(module.weight, tokens, module.padding_idx)
+
+    def _attended(self, layer: Layer, state: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [n,H,W] and keys [n,K,W], and values [n,K,W]."""
-        inner = normalize(state, *layer.norm_before)
-        query = linear(inner, *layer.query).unflatten(1, (self.heads, -1))
-        key = linear(inner, *layer.key).unflatten(1, (self.key_heads, -1))
-        value = linear(inner, *layer.value).unflatten(1, (self.key_heads, -1))
+        mixed = Projections.apply(state, *layer.norm_before, self.in_place, *layer.query, *layer.key, *layer.value)
+        query, key, value = (
+            x.unflatten(1, (heads, -1)) for x, heads in zip(mixed, (self.heads, self.key_heads, self.key_heads), strict=True)
+        )
         if layer.norm_query is not None and layer.norm_key is not None:
             query, key = normalize(query, *layer.norm_query), normalize(key, *layer.norm_key)
         return Rotation.apply(query, cosine, sine), Rotation.apply(key, cosine, sine), value
@@ -152,29 +159,119 @@ class Rotation(torch.autograd.Function):
         return torch.cat([high, -low], dim=-1).add_(slope * cosine), None, None
 
 
-class GatedMlp(torch.autograd.Function):
-    """down(silu(gate(y)) * up(y)) with y the normalized state. Kept for the backward pass: the state, gate and up; the rest is computed anew."""
+class Total:
+    """Where the gradient of a weight is summed, `left.T @ right` after `left.T @ right`.
+
+    In place it is the weight's own `.grad`, which spares a second matrix of its size and a pass over both; only for a backward pass whose one aim
+    is to fill the `.grad` of all parameters. Made in the forward pass: with checkpointing, the saved weight of the backward pass is a detached copy.
+    """
+
+    def __init__(self, weight: Tensor, in_place: bool) -> None:
+        self.weight, self.in_place = weight, in_place and weight.is_leaf
+
+    def add(self, left: Float[Tensor, "n E"], right: Float[Tensor, "n D"]) -> Tensor | None:
+        """The gradient for autograd, None where it is in place already."""
+        if not self.in_place:
+            return left.t() @ right
+        if self.weight.grad is None:
+            self.weight.grad = left.t() @ right
+        else:
+            self.weight.grad.addmm_(left.t(), right)
+        return None
+
+
+class Embedding(torch.autograd.Function):
+    """Rows of a table; the backward pass adds to the rows that were looked up instead of making a gradient of the table's size."""
 
     @staticmethod
-    def forward(ctx: Any, state: Tensor, scale: Tensor, eps: float, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        inner, inverse = _normalize(state, scale, eps)
-        opened, raised = linear(inner, gate), linear(inner, up)
-        ctx.save_for_backward(state, inverse, opened, raised, scale, gate, up, down)
-        return linear(silu(opened).mul_(raised), down)
+    def forward(ctx: Any, weight: Tensor, tokens: Tensor, padding: int | None) -> Tensor:
+        ctx.weight, ctx.tokens, ctx.padding = weight, tokens, padding
+        return weight[tokens]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor | None, None, Tensor | None, Tensor | None, Tensor | None]:
+    def backward(ctx: Any, slope: Tensor) -> tuple[None, None, None]:
+        if ctx.padding is not None:
+            slope = slope.masked_fill((ctx.tokens == ctx.padding)[:, None], 0.0)
+        if ctx.weight.grad is None:
+            ctx.weight.grad = torch.zeros_like(ctx.weight)
+        ctx.weight.grad.index_add_(0, ctx.tokens, slope)
+        return None, None, None
+
+
+class Projections(torch.autograd.Function):
+    """Several linear maps of one normalized state. Kept for the backward pass: the state and one number a row."""
+
+    @staticmethod
+    def forward(ctx: Any, state: Tensor, scale: Tensor, eps: float, in_place: bool, *maps: Tensor | None) -> tuple[Tensor, ...]:
+        """`maps`: weight and bias (or None) of each map in turn."""
+        inner, inverse = _normalize(state, scale, eps)
+        weights = [weight for weight in maps[::2] if weight is not None]
+        ctx.save_for_backward(state, inverse, scale, *weights)
+        ctx.totals = [Total(weight, in_place) for weight in weights]
+        return tuple(linear(inner, weight, bias) for weight, bias in zip(weights, maps[1::2], strict=True))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
+        state, inverse, scale, *weights = ctx.saved_tensors
+        needs = ctx.needs_input_grad[4:]
+        inner = (state.float() * inverse).to(state.dtype) * scale
+        maps: list[Tensor | None] = []
+        for total, slope, for_weight, for_bias in zip(ctx.totals, slopes, needs[::2], needs[1::2], strict=True):
+            maps += [total.add(slope, inner) if for_weight else None, slope.sum(dim=0) if for_bias else None]
+        back = slopes[0] @ weights[0]
+        for weight, slope in zip(weights[1:], slopes[1:], strict=True):
+            back = back.addmm_(slope, weight)
+        grad_state, grad_scale = _normalize_backward(back, state, inverse, scale, ctx.needs_input_grad[1])
+        return grad_state, grad_scale, None, None, *maps
+
+
+class Sum(torch.autograd.Function):
+    """state + x @ weight.T + bias."""
+
+    @staticmethod
+    def forward(ctx: Any, state: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, in_place: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.total = Total(weight, in_place)
+        out = torch.addmm(state, x, weight.t())
+        return out if bias is None else out.add_(bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        _, _, for_weight, for_bias, _ = ctx.needs_input_grad
+        grad_weight = ctx.total.add(slope, x) if for_weight else None
+        return slope, slope @ weight, grad_weight, slope.sum(dim=0) if for_bias else None, None
+
+
+class GatedMlp(torch.autograd.Function):
+    """state + down(silu(gate(y)) * up(y)) with y the normalized state. Kept for the backward pass: the state, gate and up; the rest is computed
+    anew."""
+
+    @staticmethod
+    def forward(ctx: Any, state: Tensor, scale: Tensor, eps: float, gate: Tensor, up: Tensor, down: Tensor, in_place: bool) -> Tensor:
+        inner, inverse = _normalize(state, scale, eps)
+        opened, raised = linear(inner, gate), linear(inner, up)
+        ctx.save_for_backward(state, inverse, opened, raised, scale, gate, up, down)
+        ctx.totals = [Total(weight, in_place) for weight in (gate, up, down)]
+        return torch.addmm(state, silu(opened).mul_(raised), down.t())
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
         state, inverse, opened, raised, scale, gate, up, down = ctx.saved_tensors
-        needs = ctx.needs_input_grad
+        _, needs_scale, _, needs_gate, needs_up, needs_down, _ = ctx.needs_input_grad
+        total_gate, total_up, total_down = ctx.totals
         active = silu(opened)
-        grad_down = slope.t() @ (active * raised) if needs[5] else None
+        grad_down = total_down.add(slope, active * raised) if needs_down else None
         back = slope @ down
         grad_opened = torch.ops.aten.silu_backward(back * raised, opened)
         grad_raised = back.mul_(active)
         inner = (state.float() * inverse).to(state.dtype) * scale
-        grad_gate = grad_opened.t() @ inner if needs[3] else None
-        grad_up = grad_raised.t() @ inner if needs[4] else None
+        grad_gate = total_gate.add(grad_opened, inner) if needs_gate else None
+        grad_up = total_up.add(grad_raised, inner) if needs_up else None
         back = torch.addmm(grad_opened @ gate, grad_raised, up)
-        grad_state, grad_scale = _normalize_backward(back, state, inverse, scale, needs[1])
-        return grad_state, grad_scale, None, grad_gate, grad_up, grad_down
+        grad_state, grad_scale = _normalize_backward(back, state, inverse, scale, needs_scale)
+        return grad_state.add_(slope), grad_scale, None, grad_gate, grad_up, grad_down, None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from anypo.domains.language.policy import LARGE, LanguagePolicy
+from anypo.engines.memory import return_freed_memory
 
-M_MMAP_THRESHOLD = -3  # from malloc.h
 SMALL = 20_000_000  # parameters; below this a second thread costs more than it brings
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -40,18 +40,8 @@ def load_policy(model: str, *, dtype: str = "float32", **options: Any) -> Langua
     if size < SMALL and causal_lm.device.type == "cpu":
         torch.set_num_threads(1)
     if size > LARGE and chosen == torch.float32:
-        _return_freed_memory()
+        return_freed_memory()
     return LanguagePolicy(causal_lm.to(chosen), tokenizer, **options)
-
-
-def _return_freed_memory() -> None:
-    """Ask glibc to give freed tensors back to the system at once. By default it raises its threshold with use and keeps them, which cost a step
-    of SmolLM2-135M in float32 220 MB and no time; in bfloat16 it would cost a seventh of the backward pass."""
-    if sys.platform == "linux":
-        import ctypes
-
-        with suppress(OSError, AttributeError):  # another C library
-            ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, 1 << 20)
 
 
 def has_native_bfloat16() -> bool:

@@ -39,6 +39,8 @@ class LanguagePolicy(Policy):
     The temperature of a row is `batch.signals["temperature"]` [N] where present, else the attribute `temperature`.
     """
 
+    unit = "tokens"
+
     def __init__(
         self,
         model: Any,
@@ -124,11 +126,15 @@ class LanguagePolicy(Policy):
 
     def backward(self, batch: Batch, needs: Set[str], loss_fn: LossFunction, recorded: Signals | None = None) -> Loss:
         """As in Policy. With `recorded` values the log-probs are not computed again, only their gradient is."""
-        self._gradient_only = recorded is not None
+        self._gradient_only, direct = recorded is not None, self.network.direct
+        if direct is not None:
+            direct.in_place = True
         try:
             return super().backward(batch, needs, loss_fn, recorded)
         finally:
             self._gradient_only = False
+            if direct is not None:
+                direct.in_place = False
 
     def _sequences(self, batch: Batch, whole: bool) -> tuple[list[Tensor], list[int]]:
         """Prompt plus completion of every row, and the prompt lengths. A completion's last token predicts nothing and is left out unless `whole`."""

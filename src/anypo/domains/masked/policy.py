@@ -73,6 +73,7 @@ class MaskedPolicy(Policy):
     provides = frozenset({"logp", "entropy", "logits", "views"})
     learning_rate = 3e-4  # for networks as small as the built-in one
     optimizer = "adam"
+    unit = "tokens"
 
     def __init__(
         self, network: nn.Module, tokenizer: Any, *, tail: str = "drop", temperature: float = 1.0, context_limit: int = 32,

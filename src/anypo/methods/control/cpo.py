@@ -273,6 +273,7 @@ METHOD = TRPO.but(
     name="cpo",
     paper=Paper("Constrained Policy Optimization", "1705.10528", 2017),
     summary="a trust-region step that also keeps the expected cost of an episode below a limit, or lowers it first",
+    task="PointCircle-v0",
     credit=RewardAndCost(),
     update=ConstrainedStep(epochs=10, minibatches=32, learning_rate=1e-3, optimizer="adam", max_grad_norm=0.5, damping=0.01),
 )

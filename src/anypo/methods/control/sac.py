@@ -202,4 +202,5 @@ METHOD = Method(
     regularize=(TwinCritics(), Temperature()),
     update=SoftSteps(),
     loop="off_policy",
+    task="Pendulum-v1",
 )

@@ -263,5 +263,6 @@ METHOD = Method(
     regularize=(TwinCritics(),),
     update=DelayedActorSteps(),
     loop="off_policy",
+    task="Pendulum-v1",
 )
 FINE_TUNING = METHOD.but(name="spot_online", rollout=ContinuedReplay(), objective=SupportedActor(cool_steps=1_000_000))

@@ -17,7 +17,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from anypo.batch import Batch
-from anypo.domains.control.policy import gaussian_kl
 from anypo.method import Paper
 from anypo.methods.control.ppo import METHOD as PPO
 from anypo.policy import Loss, Signals
@@ -26,6 +25,7 @@ from anypo.seams.groups import masked_mean
 from anypo.seams.natural import BatchGeometry, conjugate_gradient, scale_to_radius, split_loss
 from anypo.seams.natural import line_search as backtrack
 from anypo.seams.objective import token_ratio
+from anypo.seams.regularize import gaussian_kl
 from anypo.seams.update import GradientSteps
 
 if TYPE_CHECKING:

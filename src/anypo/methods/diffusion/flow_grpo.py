@@ -34,6 +34,7 @@ from anypo.methods.language.grpo import METHOD as GRPO
 from anypo.policy import Loss, Signals
 from anypo.seams.groups import broadcast, group_mean, has_spread, masked_mean, standardize
 from anypo.seams.objective import clipped, ratio_metrics, token_ratio
+from anypo.seams.regularize import gaussian_kl
 from anypo.seams.reward import weighted_sum
 from anypo.seams.select import UniformPrompts
 from anypo.seams.update import GradientSteps
@@ -76,14 +77,6 @@ def score_function_loss(logp: Float[Tensor, "N T"], mask: Tensor, adv: Tensor) -
     """DDPO's single-step form: minus the mean of advantage times log-probability."""
     per_step = broadcast(adv, mask) if adv.dim() == 1 else adv
     return -masked_mean(per_step * torch.where(mask.bool(), logp, torch.zeros_like(logp)), mask)
-
-
-def gaussian_kl(mean: Tensor, log_std: Tensor, ref_mean: Tensor, ref_log_std: Tensor) -> Float[Tensor, "N T"]:
-    """KL from a diagonal Gaussian policy to the reference's, summed over D. With a sampler's fixed deviations this is the paper's closed form:
-    sum over D of (mean - ref_mean)^2 / (2 std^2)."""
-    difference = log_std - ref_log_std
-    shift = ((mean - ref_mean) * (-ref_log_std).exp()) ** 2
-    return 0.5 * ((2 * difference).exp() + shift - 1 - 2 * difference).sum(-1)
 
 
 def ddim_logp(
