@@ -74,6 +74,21 @@ def test_every_row_is_complete():
         assert (ROOT.parent.parent / "docs" / "methods" / f"{row.slug}.md").exists(), f"{row.slug} has no page; run `make docs`"
 
 
+@pytest.mark.parametrize("slug", sorted(catalogue.modules()))
+def test_variants_bear_the_name_they_are_called_by(slug):
+    row = catalogue.get(slug)
+    for name, variant in catalogue.variants(slug).items():
+        assert catalogue.get(f"{slug}.{name}") is variant and variant.name == f"{slug}.{name}"
+        assert variant.summary != row.summary and variant.diff(row)
+
+
+def test_an_unknown_variant_is_one_sentence():
+    with pytest.raises(KeyError, match="spo_segment has no variant 'forest'; it has tree"):
+        catalogue.get("spo_segment.forest")
+    with pytest.raises(KeyError, match="grpo has no variant 'x'; it has none"):
+        catalogue.get("grpo.x")
+
+
 def test_no_method_is_needed_by_the_engine():
     """The engine and every other method load when a method file that is nobody's base is missing."""
     code = """

@@ -56,8 +56,8 @@ def modules() -> dict[str, str]:
 
 
 def find(slug: str) -> str:
-    """The module of `slug`. Raises KeyError with the nearest names."""
-    known = modules()
+    """The module of `slug`, which may name a variant of it (`slug.variant`). Raises KeyError with the nearest names."""
+    slug, known = slug.partition(".")[0], modules()
     if slug not in known:
         near = difflib.get_close_matches(slug, known, 3, 0.5)
         hint = f"; did you mean {' or '.join(near)}?" if near else "; `anypo list` shows them all"
@@ -66,15 +66,29 @@ def find(slug: str) -> str:
 
 
 def get(slug: str, domain: str | None = None) -> Method | Study:
-    """The method or study named `slug`, in its form for `domain` where it has one. Raises KeyError with the nearest names."""
+    """The method or study named `slug`, in its form for `domain` where it has one, or a variant of it (`slug.variant`).
+
+    Raises KeyError with the nearest names.
+    """
     module = importlib.import_module(find(slug))
-    variants = getattr(module, "FOR_DOMAIN", {})
-    return variants.get(domain) or getattr(module, "METHOD", None) or module.STUDY
+    variant = slug.partition(".")[2]
+    if variant:
+        known = variants(slug)
+        if variant not in known:
+            raise KeyError(f"{slug.partition('.')[0]} has no variant '{variant}'; it has {', '.join(known) or 'none'}")
+        return known[variant]
+    by_domain = getattr(module, "FOR_DOMAIN", {})
+    return by_domain.get(domain) or getattr(module, "METHOD", None) or module.STUDY
+
+
+def variants(slug: str) -> dict[str, Method]:
+    """What else the file of `slug` offers, by the name after the dot."""
+    return getattr(importlib.import_module(find(slug)), "VARIANTS", {})
 
 
 def reproduction(slug: str) -> str | None:
     """The module with the claims of `slug`, or None when it has none."""
-    module = modules()[slug].replace(".methods.", ".reproductions.")
+    module = find(slug).replace(".methods.", ".reproductions.")
     return module if importlib.util.find_spec(module) is not None else None
 
 

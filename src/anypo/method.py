@@ -182,7 +182,7 @@ class Method:
         for seam in SEAMS:
             value = getattr(self, seam)
             if value not in ((), None):
-                lines.append(f"  {'*' if seam in changed else ' '} {seam:<10}{_show(value)}")
+                lines.append(f"  {'*' if seam in changed else ' '} {seam:<11}{_show(value)}")
         if self.stages:
             lines = lines[: 3 if self.base is not None else 2]
         for i, stage in enumerate(self.stages):

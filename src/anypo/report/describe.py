@@ -23,6 +23,9 @@ def method_page(slug: str, item: Method | Study, markdown: bool = False) -> str:
     if isinstance(item, Method) and item.base is not None:
         changes = [f"{path}: {old} -> {new}" for path, old, new in item.diff()]
         lines += [heading(f"Changes against {item.base.name}"), code("\n".join(changes) or "nothing")]
+    variants = {} if "." in slug else catalogue.variants(slug)
+    if variants:
+        lines += [heading("Variants"), *(f"{'- ' if markdown else '  '}{slug}.{name}: {v.summary}" for name, v in variants.items())]
     lines += [heading("Equations"), code("\n".join(_functions(module)))]
     lines += [heading("Claims"), *(_claims(slug, markdown) or ["none yet"])]
     lines += [heading("Source"), f"{SOURCE}/{catalogue.find(slug).removeprefix('anypo.methods.').replace('.', '/')}.py"]

@@ -265,4 +265,8 @@ METHOD = Method(
     loop="off_policy",
     task="Pendulum-v1",
 )
-FINE_TUNING = METHOD.but(name="spot_online", rollout=ContinuedReplay(), objective=SupportedActor(cool_steps=1_000_000))
+FINE_TUNING = METHOD.but(
+    name="spot.online", summary="goes on in the environment after the recording, with ever less weight on its support",
+    rollout=ContinuedReplay(), objective=SupportedActor(cool_steps=1_000_000),
+)  # fmt: skip
+VARIANTS = {"online": FINE_TUNING}

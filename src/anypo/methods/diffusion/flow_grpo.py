@@ -237,7 +237,7 @@ METHOD = GRPO.but(
 )
 
 DDPO = METHOD.but(
-    name="ddpo",
+    name="flow_grpo.ddpo",
     paper=Paper("Training Diffusion Models with Reinforcement Learning", "2305.13301", 2023),
     summary="ancestral sampling steps as actions, rewards standardized by prompt",
     rollout=DenoisingRollout(sampler="ddim", noise=1.0),
@@ -245,3 +245,4 @@ DDPO = METHOD.but(
     objective=StepClip(clip=1e-4, reduce="mean"),
     regularize=(),
 )
+VARIANTS = {"ddpo": DDPO}

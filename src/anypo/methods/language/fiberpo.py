@@ -182,5 +182,6 @@ METHOD = GRPO.but(
     regularize=(),
 )
 FIBERPO_DOMAIN = METHOD.but(
-    name="fiberpo_domain", summary="four gates: domain, prompt group, response and token", objective=DomainFiberGate()
+    name="fiberpo.domain", summary="four gates: domain, prompt group, response and token", objective=DomainFiberGate()
 )
+VARIANTS = {"domain": FIBERPO_DOMAIN}

@@ -135,4 +135,5 @@ METHOD = GRPO.but(
     regularize=(),
     update=GradientSteps(minibatches=8),
 )
-SFT = METHOD.but(name="sft", summary="the negative log-likelihood of demonstrations", objective=LogLikelihood())
+SFT = METHOD.but(name="psft.sft", summary="the negative log-likelihood of demonstrations", objective=LogLikelihood())
+VARIANTS = {"sft": SFT}

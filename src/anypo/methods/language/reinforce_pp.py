@@ -82,9 +82,10 @@ METHOD = GRPO.but(
 )
 
 BASELINE = METHOD.but(
-    name="reinforce_pp_baseline",
+    name="reinforce_pp.baseline",
     summary="group mean as baseline, normalized over the batch, KL (k2) in the loss",
     select=UniformPrompts(group_size=8),
     credit=BatchNormalizedReturn(baseline=True),
     regularize=(KLPenalty(beta=0.01, estimator="k2", aggregation="token_mean"),),
 )
+VARIANTS = {"baseline": BASELINE}

@@ -268,4 +268,8 @@ METHOD = GRPO.but(
     objective=ClippedSurrogate(clip_low=0.2, clip_high=0.2, aggregation="token_mean"),
     regularize=(KLPenalty(beta=1e-4, aggregation="token_mean"),),
 )
-TREE = METHOD.but(name="spo_segment_tree", select=UniformPrompts(group_size=4), rollout=SegmentTree(), credit=EdgeAdvantages())
+TREE = METHOD.but(
+    name="spo_segment.tree", summary="segments of fixed length in a tree, whose siblings are one another's rollouts",
+    select=UniformPrompts(group_size=4), rollout=SegmentTree(), credit=EdgeAdvantages(),
+)  # fmt: skip
+VARIANTS = {"tree": TREE}

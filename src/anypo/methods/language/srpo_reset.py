@@ -222,4 +222,6 @@ METHOD = GRPO.but(
     credit=SuffixRelative(),
     regularize=(),
 )
-RRPO = METHOD.set("rollout.mode", "random")
+RRPO = METHOD.but(name="srpo_reset.random", summary="the cut at a random step instead").set("rollout.mode", "random")
+
+VARIANTS = {"random": RRPO}

@@ -222,5 +222,6 @@ METHOD = GRPO.but(
     control=(MovingTeacher(),),
 )
 SDPO = METHOD.but(
-    name="sdpo", summary="every response with a correct sibling is distilled, unweighted", credit=SampleRouted(route_all=True)
+    name="srpo_routed.sdpo", summary="every response with a correct sibling is distilled, unweighted", credit=SampleRouted(route_all=True)
 ).set("regularize.0.beta_w", 0.0)
+VARIANTS = {"sdpo": SDPO}
