@@ -25,6 +25,8 @@ from typing import Any
 
 import torch
 
+from anypo.engines.memory import LARGE_PAGES, TUNABLES, wants_large_pages
+
 PROMPT_TOKENS, SAMPLES, NEW_TOKENS = 128, 8, 64
 LEARNING_RATE = 1e-5
 TEXTS = (
@@ -190,9 +192,10 @@ def child(side: str, folder: Path, arguments: argparse.Namespace) -> dict[str, A
     ]
     command += ["--threads", str(arguments.threads)] if arguments.threads else []
     command += ["--no-checkpointing"] if arguments.no_checkpointing else []
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    )
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if wants_large_pages() and (arguments.large_pages == "both" or (arguments.large_pages == "anypo" and side != "trl")):
+        environment[TUNABLES] = LARGE_PAGES
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode != 0:
         raise SystemExit(f"{side} failed:\n{done.stderr[-3000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])
@@ -213,6 +216,7 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "dtype": arguments.dtype,
         "threads": arguments.threads or torch.get_num_threads(),
+        "large_pages": arguments.large_pages if wants_large_pages() else "the system's choice",
         "load_average": [load_before, os.getloadavg()[0]],
         "speedup": peer["seconds"] / step["seconds"],
         "processor_speedup": peer["processor_seconds"] / step["processor_seconds"],
@@ -245,6 +249,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="measured steps a side, after one that warms up")
     parser.add_argument("--threads", type=int, help="PyTorch threads a side; default: PyTorch's own choice")
     parser.add_argument("--no-checkpointing", action="store_true", help="turn off the gradient checkpointing that TRL has on by default")
+    parser.add_argument(
+        "--large-pages",
+        choices=("anypo", "both", "none"),
+        default="anypo",
+        help="who starts with pages of 2 MB: anypo, whose commands ask for them by themselves (default), both sides, or none",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--side", choices=("anypo", "trl", "sampling"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)

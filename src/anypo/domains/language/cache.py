@@ -56,6 +56,7 @@ class Slots:
         dtype = network.head.weight.dtype
         self.bias = None if bool(self.seen.all()) else torch.zeros_like(self.seen, dtype=dtype).masked_fill_(~self.seen, float("-inf"))
         self.decoder = None if network.direct is None else Decoder(network.direct, network.head, self.rows)
+        self.room = torch.empty(0)  # for the logits of one step in float32
 
     def fill(self, recorded: Recorder, slots: Int64[Tensor, " m"], places: Int64[Tensor, "m columns"]) -> None:
         """Copy recorded prompts into `slots`; `places` says where in the recorded row each column lies (anywhere before a prompt's beginning)."""
@@ -86,8 +87,15 @@ class Slots:
         return self.network(token[:, None], self.seen[..., : self.columns], position[:, None], cache=self)[0][:, 0]
 
     def logits(self, hidden: Float[Tensor, "n D"]) -> Float[Tensor, "n V"]:
-        """float32 logits of the states that `step` gave."""
-        return self.network.logits(hidden) if self.decoder is None else self.network.scaled(self.decoder.head(hidden))
+        """float32 logits of the states that `step` gave; valid until the next call."""
+        if self.decoder is None:
+            return self.network.logits(hidden)
+        found = self.decoder.head(hidden)
+        if found.dtype == torch.float32:
+            return self.network.scaled(found)
+        if len(self.room) < len(found):
+            self.room = found.new_empty(found.shape, dtype=torch.float32)
+        return self.network.scaled(self.room[: len(found)].copy_(found))
 
     def write(self, key: Float[Tensor, "n K W"], value: Float[Tensor, "n K W"], layer: int) -> tuple[Tensor, Tensor]:
         """Put one token a row into the last column; all keys and values so far [n,K,columns,W]."""

@@ -113,14 +113,13 @@ def _normalize(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return (wide * inverse).to(x.dtype) * weight, inverse
 
 
-def _normalize_backward(slope: Tensor, x: Tensor, inverse: Tensor, weight: Tensor, needs_weight: bool) -> tuple[Tensor, Tensor | None]:
-    """With u = x * inverse and y = u * weight: dx = inverse * (g - u * mean(g * u)) for g = dy * weight, and dweight = sum(dy * u)."""
-    unit = x.float() * inverse
-    slope = slope.float()
-    grad_weight = (slope * unit).flatten(0, -2).sum(dim=0).to(weight.dtype) if needs_weight else None
-    slope = slope * weight
-    along = (slope * unit).mean(dim=-1, keepdim=True)
-    return slope.sub_(unit.mul_(along)).mul_(inverse).to(x.dtype), grad_weight
+def _normalize_backward(slope: Tensor, unit: Tensor, inverse: Tensor, weight: Tensor, needs_weight: bool) -> tuple[Tensor, Tensor | None]:
+    """With u = x * inverse in float32 and y = u * weight: dx = inverse * (g - u * mean(g * u)) for g = dy * weight, and dweight = sum(dy * u)."""
+    wide = slope.float()
+    product = wide * unit
+    grad_weight = product.flatten(0, -2).sum(dim=0).to(weight.dtype) if needs_weight else None
+    along = (product @ weight.float()).div_(-weight.numel()).unsqueeze(-1)
+    return (wide * weight).addcmul_(unit, along).mul_(inverse).to(slope.dtype), grad_weight
 
 
 class Norm(torch.autograd.Function):
@@ -134,7 +133,7 @@ class Norm(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, inverse, weight = ctx.saved_tensors
-        return *_normalize_backward(slope, x, inverse, weight, ctx.needs_input_grad[1]), None
+        return *_normalize_backward(slope, x.float() * inverse, inverse, weight, ctx.needs_input_grad[1]), None
 
 
 def rotate(x: Float[Tensor, "n H W"], cosine: Float[Tensor, "n 1 W"], sine: Float[Tensor, "n 1 W"]) -> Float[Tensor, "n H W"]:
@@ -216,14 +215,15 @@ class Projections(torch.autograd.Function):
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
         state, inverse, scale, *weights = ctx.saved_tensors
         needs = ctx.needs_input_grad[4:]
-        inner = (state.float() * inverse).to(state.dtype) * scale
+        unit = state.float() * inverse
+        inner = unit.to(state.dtype) * scale
         maps: list[Tensor | None] = []
         for total, slope, for_weight, for_bias in zip(ctx.totals, slopes, needs[::2], needs[1::2], strict=True):
             maps += [total.add(slope, inner) if for_weight else None, slope.sum(dim=0) if for_bias else None]
         back = slopes[0] @ weights[0]
         for weight, slope in zip(weights[1:], slopes[1:], strict=True):
             back = back.addmm_(slope, weight)
-        grad_state, grad_scale = _normalize_backward(back, state, inverse, scale, ctx.needs_input_grad[1])
+        grad_state, grad_scale = _normalize_backward(back, unit, inverse, scale, ctx.needs_input_grad[1])
         return grad_state, grad_scale, None, None, *maps
 
 
@@ -269,9 +269,10 @@ class GatedMlp(torch.autograd.Function):
         back = slope @ down
         grad_opened = torch.ops.aten.silu_backward(back * raised, opened)
         grad_raised = back.mul_(active)
-        inner = (state.float() * inverse).to(state.dtype) * scale
+        unit = state.float() * inverse
+        inner = unit.to(state.dtype) * scale
         grad_gate = total_gate.add(grad_opened, inner) if needs_gate else None
         grad_up = total_up.add(grad_raised, inner) if needs_up else None
-        back = torch.addmm(grad_opened @ gate, grad_raised, up)
-        grad_state, grad_scale = _normalize_backward(back, state, inverse, scale, needs_scale)
+        back = (grad_opened @ gate).addmm_(grad_raised, up)
+        grad_state, grad_scale = _normalize_backward(back, unit, inverse, scale, needs_scale)
         return grad_state.add_(slope), grad_scale, None, grad_gate, grad_up, grad_down, None

@@ -148,12 +148,15 @@ class _Draw:
         self, temperature: Float[Tensor, " N"], generator: torch.Generator, top_p: float, greedy: bool, want_entropy: bool
     ) -> None:
         self.temperature, self.generator, self.top_p, self.greedy, self.want_entropy = temperature, generator, top_p, greedy, want_entropy
+        self.room = torch.empty(0)  # for the weights of one step, written again at the next: fresh megabytes cost more than the exponentials
 
     def __call__(self, logits: Float[Tensor, "n V"], rows: Int64[Tensor, " n"]) -> tuple[Tensor, Tensor, Tensor | None]:
         heat = self.temperature[rows].to(logits.device)
         centred = logits / heat[:, None] if bool((heat != 1).any()) else logits
         centred = centred.sub_(centred.amax(dim=1, keepdim=True))
-        weight = centred.exp()
+        if len(self.room) < len(rows) or self.room.shape[1:] != logits.shape[1:] or self.room.device != logits.device:
+            self.room = torch.empty_like(logits)
+        weight = torch.exp(centred, out=self.room[: len(rows)])
         total = weight.sum(dim=1)
         if self.greedy:
             token = centred.argmax(dim=1)
@@ -168,7 +171,8 @@ class _Draw:
 def draw_by_weight(weight: Float[Tensor, "n V"], uniform: Float[Tensor, " n"]) -> Int64[Tensor, " n"]:
     """One index a row with probability proportional to its weight >= 0, by inversion of `uniform` in [0,1): first a block, then in the block."""
     count, vocabulary = weight.shape
-    padded = torch.nn.functional.pad(weight, (0, -vocabulary % BLOCK)).view(count, -1, BLOCK)
+    filler = -vocabulary % BLOCK
+    padded = (torch.nn.functional.pad(weight, (0, filler)) if filler else weight).view(count, -1, BLOCK)
     block, rest = _invert(padded.sum(dim=2).double(), uniform)
     inside, _ = _invert(padded[torch.arange(count, device=weight.device), block].double(), rest)
     return block * BLOCK + inside
