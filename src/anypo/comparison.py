@@ -163,21 +163,26 @@ def _method(slug: str, results: list[dict[str, Any]]) -> dict[str, Any]:
             "final": {"iqm": None, "low": None, "high": None, "per_seed": []},
             "curves": {"x": [], "iqm": [], "low": [], "high": []},
         }
-    by_task = [[r["final"] for r in good if r["task"] == t] for t in dict.fromkeys(r["task"] for r in good)]
+    by_task = [[r for r in good if r["task"] == t] for t in dict.fromkeys(r["task"] for r in good)]
     runs = min(map(len, by_task))
-    scores = [[column[i] for column in by_task] for i in range(runs)]
-    low, high = stratified_bootstrap(scores, iqm) if runs > 1 else (math.nan, math.nan)
+
+    def spread(value: Callable[[dict[str, Any]], float]) -> tuple[float, float, float]:
+        """Interquartile mean over runs and tasks, and its 95% interval."""
+        scores = [[value(column[i]) for column in by_task] for i in range(runs)]
+        return float(iqm(scores)), *(stratified_bootstrap(scores, iqm) if runs > 1 else (math.nan, math.nan))
+
+    final, low, high = spread(lambda r: r["final"])
     grid = [i / POINTS for i in range(POINTS + 1)]
     ends = [r["x"][-1] for r in good]
-    curves = [[_at(r, share) for share in grid] for r in good]
+    curve = [spread(lambda r, share=share: _at(r, share)) for share in grid]  # type: ignore[misc]
     return found | {
         "metric": good[0]["metric"],
-        "final": {"iqm": float(iqm(scores)), "low": low, "high": high, "per_seed": [r["final"] for r in good]},
+        "final": {"iqm": final, "low": low, "high": high, "per_seed": [r["final"] for r in good]},
         "curves": {
             "x": [share * sum(ends) / len(ends) for share in grid],
-            "iqm": [float(iqm([[c[i]] for c in curves])) for i in range(len(grid))],
-            "low": [min(c[i] for c in curves) for i in range(len(grid))],
-            "high": [max(c[i] for c in curves) for i in range(len(grid))],
+            "iqm": [middle for middle, _, _ in curve],
+            "low": [low for _, low, _ in curve],
+            "high": [high for _, _, high in curve],
         },
         "seconds": sum(r["seconds"] for r in good) / len(good),
         "samples_before": good[0]["samples_before"],

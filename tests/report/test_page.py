@@ -196,6 +196,17 @@ def test_a_comparison_ranks_methods_and_warns_about_few_seeds(tmp_path):
     assert read_json(tmp_path / "comparison.json")["methods"][0]["final"]["per_seed"] == pytest.approx([0.45, 0.55])
 
 
+def test_a_comparison_of_many_methods_counts_them_and_names_a_few_lines(tmp_path):
+    many = comparison()
+    first = many["methods"][0]
+    many["methods"] = [first | {"slug": f"method_{i}", "final": first["final"] | {"iqm": 1 - i / 20}} for i in range(12)]
+    page = Page(write_compare_page(tmp_path, many))
+    assert "12 methods on countdown" in page.text and "method_0, method_1" not in page.text
+    chart = page.source.split("<figure")[1]
+    assert [i for i in range(12) if f"method_{i}<" in chart] == [0, 1, 2, 3, 6, 11]
+    assert all(f"method_{i}" in page.text for i in range(12))  # bars and table hold them all
+
+
 def test_a_comparison_over_several_tasks_and_with_holes(tmp_path):
     several = comparison()
     several["tasks"] = [{"task": "sorting", "methods": several["methods"]}, {"task": "sums", "methods": []}]

@@ -31,6 +31,7 @@ from anypo.report.parts import (
 )
 from anypo.report.store import Record, columns, flatten, read, read_json, write_json_atomic
 
+MANY = 8  # methods of a comparison; beyond, its title counts them and its chart names a few
 RATES = ("pass@", "maj@", "accuracy", "success", "solved", "finished")  # names of shares, shown as percentages when they lie in [0, 1]
 # Metrics with these words in their names are drawn large, in this order; the rest go in a table.
 CHARTS = ("reward", *RATES, "loss", "kl", "entropy", "length", "tokens_per_second")
@@ -226,6 +227,8 @@ def _overview(runs: list[RunFolder]) -> str:
 def _compare_title(comparison: Mapping[str, Any]) -> str:
     slugs = [plain(method.get("slug")) for method in _methods(comparison)]
     task = plain(comparison.get("task"))
+    if len(slugs) > MANY:
+        slugs = [f"{len(slugs)} methods"]
     return (", ".join(slugs) or "comparison") + (f" on {task}" if task else "")
 
 
@@ -269,8 +272,11 @@ def _standings(methods: list[Mapping[str, Any]], axis: str) -> str:
         )
     out = ""
     if any(len(line.x) for line in lines):
-        caption = "<figcaption>Interquartile mean over seeds; bands are 95% confidence intervals.</figcaption>"
-        out += f'<figure class="wide">{plots.learning_curves(lines, axis, "score (IQM)")}{caption}</figure>'
+        named = [*range(4), len(lines) // 2, len(lines) - 1] if len(lines) > MANY else None
+        caption = "Interquartile mean over seeds; bands are 95% confidence intervals."
+        caption += " Named are the first four, the one in the middle and the last." if named else ""
+        chart = plots.learning_curves(lines, axis, "score (IQM)", named=named)
+        out += f'<figure class="wide">{chart}<figcaption>{caption}</figcaption></figure>'
     finished = [method for method in methods if math.isfinite(_final(method, "iqm"))]
     if finished:
         values, low, high = ([_final(method, name) for method in finished] for name in ("iqm", "low", "high"))

@@ -13,7 +13,7 @@ import itertools
 import math
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -57,8 +57,8 @@ class Span:
     label: str = ""
 
 
-def learning_curves(series: Sequence[Series], x_label: str, y_label: str, title: str = "") -> str:
-    """Several runs or methods over the same axis, each with its band."""
+def learning_curves(series: Sequence[Series], x_label: str, y_label: str, title: str = "", named: Collection[int] | None = None) -> str:
+    """Several runs or methods over the same axis, each with its band. With `named` the others are pale lines without name and band."""
     from matplotlib.ticker import EngFormatter
 
     with _figure(9.6, 3.9) as figure:
@@ -66,13 +66,16 @@ def learning_curves(series: Sequence[Series], x_label: str, y_label: str, title:
         for i, item in enumerate(series):
             x, y, low, high = _thin(item)
             shade, dash = _style(i)
+            if named is not None and i not in named:
+                axes.plot(x, y, color=INK, alpha=0.2, linewidth=0.8)
+                continue
             if low is not None and high is not None:
                 axes.fill_between(x, low, high, color=shade, alpha=0.18, linewidth=0)
             axes.plot(x, y, color=shade, linestyle=dash, linewidth=1.8, label=_label(item.name), marker="o" if len(x) == 1 else None)
         if max((abs(v) for item in series for v in _numbers(item.x)), default=0) >= 10_000:
             axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 20k rather than 20000
         if len(series) > 1:
-            _legend(figure, len(series))
+            _legend(figure, len(series) if named is None else len(named))
         return _svg(figure, title or f"{y_label} against {x_label}")
 
 
