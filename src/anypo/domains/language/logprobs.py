@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
+from torch.nn.functional import linear
 
 CHUNK_ELEMENTS = 1 << 24  # logits held at once: 64 MB in float32
+BLOCK_ELEMENTS = 1 << 19  # logits worked on at once: 2 MB in float32, which stay in a processor's cache from one operation to the next
 
 
 def token_logprobs(
@@ -36,7 +38,7 @@ def token_logprobs(
 
 def tempered_logits(hidden: Tensor, weight: Tensor, scale: Float[Tensor, " M"]) -> Float[Tensor, "M V"]:
     """float32 logits of a few positions, divided by their temperatures."""
-    return torch.nn.functional.linear(hidden, weight).float().mul_(scale[:, None])
+    return linear(hidden, weight).float().mul_(scale[:, None])
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -49,11 +51,12 @@ class _TokenLogprobs(torch.autograd.Function):
         logp = hidden.new_zeros(len(hidden), dtype=torch.float32)
         entropy = torch.zeros_like(logp) if want_entropy else logp.new_empty(0)
         for part in [] if gradient_only else _chunks(len(hidden), weight.shape[0]):
-            logits = tempered_logits(hidden[part], weight, scale[part])
-            partition = logits.logsumexp(dim=1)
-            logp[part] = logits.gather(1, target[part, None])[:, 0] - partition
-            if want_entropy:
-                entropy[part] = _entropy(logits.sub_(partition[:, None]))
+            logits = linear(hidden[part], weight)
+            for rows in _blocks(logits):
+                table = logits[rows].float().mul(scale[part][rows, None]).log_softmax(dim=1)
+                logp[part][rows] = table.gather(1, target[part][rows, None])[:, 0]
+                if want_entropy:
+                    entropy[part][rows] = _entropy(table)
         return logp, entropy
 
     @staticmethod
@@ -65,22 +68,34 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = _weight_gradient(weight, in_place=ctx.gradient_only) if needs_weight else None
         for part in _chunks(len(hidden), weight.shape[0]):
-            # d logp / d logit_j = [j is the target] - p_j, and d entropy / d logit_j = -p_j (log p_j + entropy).
-            centred = tempered_logits(hidden[part], weight, scale[part])
-            centred.sub_(centred.logsumexp(dim=1, keepdim=True))
-            if ctx.want_entropy:
-                slope = (centred + _entropy(centred)[:, None]).mul_(grad_entropy[part, None]).add_(grad_logp[part, None]).neg_()
-                slope.mul_(centred.exp_())
-            else:
-                slope = centred.exp_().mul_(-grad_logp[part, None])
-            slope.scatter_add_(1, target[part, None], grad_logp[part, None])
-            slope = slope.mul_(scale[part, None]).to(hidden.dtype)
+            slope = linear(hidden[part], weight)
+            for rows in _blocks(slope):
+                by_entropy = grad_entropy[part][rows] if ctx.want_entropy else None
+                slope[rows] = _slope(slope[rows], target[part][rows], scale[part][rows], grad_logp[part][rows], by_entropy)
             if grad_hidden is not None:
                 grad_hidden[part] = slope @ weight
             if grad_weight is not None:
                 _add_product(grad_weight, slope.T, hidden[part])
         returned = None if grad_weight is None or (ctx.gradient_only and weight.is_leaf) else grad_weight.to(weight.dtype)
         return grad_hidden, returned, None, None, None, None
+
+
+def _slope(
+    logits: Float[Tensor, "m V"],
+    target: Int64[Tensor, " m"],
+    scale: Float[Tensor, " m"],
+    grad_logp: Float[Tensor, " m"],
+    grad_entropy: Float[Tensor, " m"] | None,
+) -> Float[Tensor, "m V"]:
+    """Gradient in the untempered logits: d logp / d logit_j = [j is the target] - p_j, and d entropy / d logit_j = -p_j (log p_j + entropy)."""
+    tempered = logits.float().mul(scale[:, None])
+    grad_logp = grad_logp * scale
+    if grad_entropy is None:
+        slope = tempered.softmax(dim=1).mul_(-grad_logp[:, None])
+    else:
+        table = tempered.log_softmax(dim=1)
+        slope = (table + _entropy(table)[:, None]).mul_((grad_entropy * scale)[:, None]).add_(grad_logp[:, None]).neg_().mul_(table.exp_())
+    return slope.scatter_add_(1, target[:, None], grad_logp[:, None])
 
 
 def _weight_gradient(weight: Tensor, in_place: bool) -> Tensor:
@@ -108,3 +123,9 @@ def _chunks(count: int, vocabulary: int) -> list[slice]:
     pieces = -(-count * vocabulary // CHUNK_ELEMENTS)
     size = max(1, -(-count // max(pieces, 1)))
     return [slice(i, min(i + size, count)) for i in range(0, count, size)]
+
+
+def _blocks(logits: Float[Tensor, "M V"]) -> list[slice]:
+    """Slices of rows that fit the cache; on another device than a CPU, where calls are what costs, all rows."""
+    size = max(1, BLOCK_ELEMENTS // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
+    return [slice(i, i + size) for i in range(0, len(logits), size)]
