@@ -1,5 +1,5 @@
 """Claims of RAT: transformed advantages are natural gradients, block Kaczmarz steps converge to them, and the direction is that of the analytic
-natural gradient where the vanilla one is not; on CartPole it keeps up with TRPO, without conjugate gradient."""
+natural gradient where the vanilla one is not; that it keeps up with TRPO on CartPole, without conjugate gradient, does not hold here."""
 
 from __future__ import annotations
 
@@ -165,14 +165,15 @@ def _cartpole(method: Method, seed: int) -> float:
 def _keeps_up(method: Method, seeds: tuple[int, ...]) -> Evidence:
     pairs = [(_cartpole(method, seed), _cartpole(TRPO, seed)) for seed in seeds]
     measured = {"rat": [round(mine) for mine, _ in pairs], "trpo": [round(theirs) for _, theirs in pairs]}
-    return Evidence(
-        measured, "at least 0.9 times TRPO's return at equal samples, in every seed", all(mine >= 0.9 * theirs for mine, theirs in pairs)
-    )
+    mine, theirs = (sum(column) for column in zip(*pairs, strict=True))
+    return Evidence(measured, "at least 0.9 times TRPO's return at equal samples, mean of the seeds", mine >= 0.9 * theirs)
 
 
-@claim("On CartPole-v1 RAT's return after 20480 steps is at least TRPO's minus 10%, in both seeds", slow=True)
+# It held for seeds 0 and 1 until a change of rounding; over four seeds RAT misses by a little (449 of TRPO's 500), and with 15 batches of 2048 by more
+# (409): single seeds fall back to 200 to 400 after they had reached 500, where TRPO stays.
+@claim("On CartPole-v1 RAT's return after 20480 steps is at least TRPO's minus 10%, mean of four seeds", slow=True, reproduced=False)
 def keeps_up_with_trpo() -> Evidence:
-    return _keeps_up(RAT, (0, 1))
+    return _keeps_up(RAT, (0, 1, 2, 3))
 
 
 @ablation(keeps_up_with_trpo, "advantages dealt to the wrong environments")
