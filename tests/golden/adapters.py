@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from anypo.methods.language import f_tis
 from anypo.seams.credit import gae, whiten
 
 # Golden files that cover several rows, or a shared baseline without a row of its own: the modules to look in, in order.
@@ -17,4 +18,5 @@ MODULES: dict[str, list[str]] = {
 ADAPTERS: dict[tuple[str, str], Callable[..., Any]] = {
     ("gae_sac", "advantages"): gae,
     ("gae_sac", "normalized_advantages"): whiten,
+    ("f_tis", "weights"): lambda gen_logp, logp, C, **rest: f_tis.weights(gen_logp, logp, C),
 }

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from anypo.batch import Batch
-from anypo.seams.groups import broadcast, group_mean, masked_mean, masked_std, standardize
+from anypo.seams.groups import broadcast, group_mean, masked_mean, masked_std, peers, standardize
 from anypo.seams.reward import weighted_sum
 
 if TYPE_CHECKING:
@@ -132,3 +132,36 @@ def per_action_ends(batch: Batch) -> tuple[Tensor, Tensor]:
             flag = last_action(batch.mask) & flag[:, None]
         ends.append(flag)
     return ends[0], ends[1]
+
+
+class Pairs(NamedTuple):
+    """Every row against the other members of its group, [N,G] each with G the size of the largest group; 0 where there is no other member."""
+
+    rows: Tensor  # int64, the other member
+    gap: Tensor  # reward of the row minus that of the other
+    doubt: Tensor  # 1 - the policy's confidence in the order that the rewards give, in (0,1); 1/2 for equal rewards
+
+
+def sequence_score(logp: Float[Tensor, "N T"], mask: Tensor, how: str = "mean") -> Float[Tensor, " N"]:
+    """The detached mean (or "sum") of a row's log-probs over the mask; 0 for a row without actions. Raises ValueError for another `how`."""
+    if how not in ("mean", "sum"):
+        raise ValueError(f"unknown sequence score '{how}'; use mean or sum")
+    total = torch.where(mask.bool(), logp.detach(), logp.new_zeros(())).sum(1)
+    return total / mask.sum(1).clamp(min=1) if how == "mean" else total
+
+
+def preference_pairs(reward: Float[Tensor, " N"], group: Int[Tensor, " N"], score: Float[Tensor, " N"], tau: float) -> Pairs:
+    """Reward gaps and doubts sigmoid(-sgn(r_i - r_j) (s_i - s_j) / tau) of all pairs inside groups (arXiv:2605.19416, 2605.21235; [reconstructed]
+    as one minus a Bradley-Terry preference of the policy's scores). Doubts are symmetric, gaps antisymmetric. `tau` > 0; infinite: all doubts 1/2.
+    Raises ValueError for another `tau`."""
+    if not tau > 0:
+        raise ValueError(f"tau is a temperature above 0, not {tau}")
+    rows, other = peers(group)
+    gap = reward[:, None] - reward[rows]
+    doubt = torch.sigmoid(-gap.sign() * (score[:, None] - score[rows]).to(gap) / tau)
+    return Pairs(rows, gap, torch.where(other, doubt, torch.zeros_like(doubt)))
+
+
+def pair_matrix(rows: Int[Tensor, "N G"], values: Float[Tensor, "N G"]) -> Float[Tensor, "N N"]:
+    """Values of pairs as one matrix over all rows, 0 outside groups and on the diagonal."""
+    return values.new_zeros(len(values), len(values)).scatter(1, rows, values)

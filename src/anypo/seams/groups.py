@@ -72,6 +72,18 @@ def has_spread(values: Float[Tensor, " N"], group: Int[Tensor, " N"]) -> Bool[Te
     return group_max(values, group) != group_min(values, group)
 
 
+def peers(group: Int[Tensor, " N"]) -> tuple[Int[Tensor, "N G"], Bool[Tensor, "N G"]]:
+    """The row numbers of each row's group, G the size of the largest one, and which of them are other members than the row itself. Places that a
+    smaller group leaves over hold the row itself. Memory grows with N times G, not with N squared."""
+    _, index, counts = torch.unique(group, return_inverse=True, return_counts=True)
+    own = torch.arange(len(group), device=group.device)[:, None]
+    place = torch.arange(int(counts.max()) if len(counts) else 0, device=group.device)
+    start = (counts.cumsum(0) - counts)[index]
+    at = (start[:, None] + place).clamp(max=max(len(group) - 1, 0))
+    rows = torch.where(place < counts[index][:, None], index.argsort(stable=True)[at], own)
+    return rows, rows != own
+
+
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     """Scalar mean over the True positions of `mask`; 0 when there are none. Values outside the mask may be anything, NaN included."""
     if values.shape == mask.shape and whole(mask):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from anypo.task import Prompt, Resumable
 if TYPE_CHECKING:
     from anypo.run import Run
 
+BEHAVIOUR = "behaviour"  # name of a policy that writes and lags behind, in the run
+
 
 @dataclass
 class OnPolicy:
@@ -21,6 +23,31 @@ class OnPolicy:
 
     def __call__(self, prompts: list[Prompt], run: Run) -> Batch:
         return run.collect(prompts)
+
+
+@dataclass
+class LaggedRollout:
+    """Trajectories of a copy of the policy that is renewed every `lag` optimizer steps; each batch keeps the log-probs of the copy that wrote it."""
+
+    lag: int = 50  # optimizer steps between two renewals of the generator, >= 1; the paper goes beyond 400
+    synced: int = field(default=-1, init=False, repr=False)  # version of the policy that the generator holds, -1 before the first rollout
+
+    def __call__(self, prompts: list[Prompt], run: Run) -> Batch:
+        if self.lag < 1:
+            raise ValueError(f"rollout.lag must be at least 1 optimizer step, not {self.lag}")
+        if self.synced < 0 or run.version - self.synced >= self.lag:
+            run.move_policy(BEHAVIOUR)
+            self.synced = run.version
+        batch = run.collect(prompts, BEHAVIOUR)
+        batch.version = torch.full((len(batch),), self.synced)
+        run.log(lag=run.version - self.synced)
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"synced": self.synced}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.synced = state["synced"]
 
 
 def continue_rows(batch: Batch, rows: Tensor, depth: Tensor, run: Run) -> Batch:

@@ -10,9 +10,10 @@ import torch
 
 from anypo.domains.language.toys.token_bandit import TokenBandit
 from anypo.loops.on_policy import step, train
-from anypo.methods.language.oapl import BEHAVIOUR, METHOD, LaggedRollout, loss, optimal_policy, v_star
+from anypo.methods.language.oapl import METHOD, loss, optimal_policy, v_star
 from anypo.reproductions.common import train_on
 from anypo.run import Run
+from anypo.seams.rollout import BEHAVIOUR, LaggedRollout
 
 GROUP = torch.tensor([0, 0, 1, 1, 1])
 

@@ -148,7 +148,9 @@ class _Draw:
         self, temperature: Float[Tensor, " N"], generator: torch.Generator, top_p: float, greedy: bool, want_entropy: bool
     ) -> None:
         self.temperature, self.generator, self.top_p, self.greedy, self.want_entropy = temperature, generator, top_p, greedy, want_entropy
-        self.room = torch.empty(0)  # for the weights of one step, written again at the next: fresh megabytes cost more than the exponentials
+        self.room = torch.empty(
+            0
+        )  # for the weights of one step, written again at the next: fresh megabytes cost more than the exponentials
 
     def __call__(self, logits: Float[Tensor, "n V"], rows: Int64[Tensor, " n"]) -> tuple[Tensor, Tensor, Tensor | None]:
         heat = self.temperature[rows].to(logits.device)

@@ -9,10 +9,9 @@ temperature of its own follows A*-PO and public code, and the default temperatur
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -22,12 +21,10 @@ from anypo.methods.language.grpo import METHOD as GRPO
 from anypo.seams.groups import broadcast
 from anypo.seams.regression import AdvantageRegression, mean_of_groups, regression_error, sequence_log_ratio, soft_value
 from anypo.seams.reward import weighted_sum
-from anypo.task import Prompt
+from anypo.seams.rollout import LaggedRollout
 
 if TYPE_CHECKING:
     from anypo.run import Run
-
-BEHAVIOUR = "behaviour"  # name of the lagged policy in the run
 
 
 class LossValue(NamedTuple):
@@ -51,31 +48,6 @@ def loss(
 def optimal_policy(mu: Float[Tensor, "P K"], reward: Float[Tensor, "P K"], beta: float = 0.1) -> Float[Tensor, "P K"]:
     """Equation 1: mu exp(R / beta) / Z, row by row."""
     return (mu.log() + reward / beta).softmax(-1)
-
-
-@dataclass
-class LaggedRollout:
-    """Trajectories of a copy of the policy that is renewed every `lag` optimizer steps; each batch keeps the log-probs of the copy that wrote it."""
-
-    lag: int = 50  # optimizer steps between two renewals of the generator, >= 1; the paper goes beyond 400
-    synced: int = field(default=-1, init=False, repr=False)  # version of the policy that the generator holds, -1 before the first rollout
-
-    def __call__(self, prompts: list[Prompt], run: Run) -> Batch:
-        if self.lag < 1:
-            raise ValueError(f"rollout.lag must be at least 1 optimizer step, not {self.lag}")
-        if self.synced < 0 or run.version - self.synced >= self.lag:
-            run.move_policy(BEHAVIOUR)
-            self.synced = run.version
-        batch = run.collect(prompts, BEHAVIOUR)
-        batch.version = torch.full((len(batch),), self.synced)
-        run.log(lag=run.version - self.synced)
-        return batch
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"synced": self.synced}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.synced = state["synced"]
 
 
 @dataclass

@@ -14,11 +14,12 @@ from anypo.domains.language.toys.token_bandit import TabularTokens, TokenBandit
 from anypo.method import Method
 from anypo.methods.language.grpo import METHOD as GRPO
 from anypo.methods.language.oapl import METHOD as OAPL
-from anypo.methods.language.oapl import LaggedRollout, optimal_policy
+from anypo.methods.language.oapl import optimal_policy
 from anypo.reproductions.common import plain_sgd, train_on
 from anypo.run import Run
 from anypo.seams.objective import ClippedSurrogate, clipped
 from anypo.seams.regression import regression_error
+from anypo.seams.rollout import LaggedRollout
 
 BETA = 0.5
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # (log-ratio to mu, optimal advantage, chance in the data), [P,K] each -> scalar
