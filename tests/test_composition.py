@@ -57,12 +57,14 @@ def two_rewards(prompt: Tensor, action: Tensor, mask: Tensor) -> Tensor:
 
 
 class Telling(TokenBandit):
-    """token_bandit whose batches also carry what single rows read from a completion: whether it abstained, the worth of its steps."""
+    """token_bandit whose batches also carry what single rows read from a completion: whether it abstained, the worth of its steps, the
+    blocks of the two rewards."""
 
     def continue_from(self, *start: Any, **options: Any) -> Batch:
         batch = super().continue_from(*start, **options)
         batch.signals["abstained"] = batch.action[:, 0] == 2
         batch.signals["process"] = (batch.action[:, 1] == 0).double()
+        batch.signals["block"] = torch.arange(batch.horizon).clamp(max=1).expand(batch.mask.shape)
         return batch
 
 
