@@ -5,7 +5,6 @@ Both are left alone elsewhere, and where the user has set `GLIBC_TUNABLES`. They
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
 from contextlib import suppress
@@ -41,5 +40,7 @@ def return_freed_memory() -> None:
     """Ask glibc to give freed tensors back to the system at once. By default it raises its threshold with use and keeps them, which cost a step
     of SmolLM2-135M in float32 220 MB and no time; in bfloat16 it would cost a seventh of the backward pass."""
     if sys.platform == "linux":
+        import ctypes
+
         with suppress(OSError, AttributeError):  # another C library
             ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, 1 << 20)
