@@ -141,7 +141,9 @@ def _gru(distance: float, weighted: bool, shared: bool, seed: int) -> float:
 
 def _no_collapse(distance: float, weighted: bool) -> Evidence:
     # With one step a batch at the policy's own step size nothing collapses (one seed: 0.80 without weights and filter, 0.83 alone).
-    seeds = (0, 1)
+    # Epochs and step size were chosen on seeds 0 and 1 (0.788 alone, 0.319 naive, 0.760 F-TIS), so the claim runs on others, where naive sharing costs
+    # less: 0.808, 0.634, 0.859.
+    seeds = (2, 3)
     alone, naive, ours = (
         fmean(_gru(d, w, s, seed) for seed in seeds) for d, w, s in ((NEVER, True, False), (NEVER, False, True), (distance, weighted, True))
     )
@@ -152,6 +154,7 @@ def _no_collapse(distance: float, weighted: bool) -> Evidence:
 @claim(
     "a GRU that takes several steps on a weaker peer's completions loses more than 0.2 success against training alone; with F-TIS less than 0.05",
     slow=True,
+    reproduced=False,
 )
 def no_collapse() -> Evidence:
     return _no_collapse(5.0, True)
