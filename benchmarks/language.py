@@ -1,10 +1,10 @@
 """One RL step of SmolLM2-135M, anypo beside TRL: seconds, peak memory, and where anypo's time goes.
 
-The same work on both sides: 2 prompts of 128 tokens, 8 samples each, 64 new tokens in every sample (no end token stops one early), a reward, one
+The same work on both sides: 2 prompts of 128 tokens (`--prompt-tokens`), 8 samples each, 64 new tokens in every sample (no end token stops one early), a reward, one
 update with AdamW. Each side runs in its own process, so that its peak memory is its own. The first step of each side warms up and is not
 counted. A third process samples the same prompts with anypo and with `transformers.generate`.
 
-    python benchmarks/language.py [--dtype float32|bfloat16] [--steps 3] [--threads N] [--json]
+    python benchmarks/language.py [--dtype float32|bfloat16] [--steps 3] [--prompt-tokens 128] [--threads N] [--json]
 
 Wall-clock seconds suffer from whatever else the machine does, and two threads more than one; processor seconds of the process are printed too.
 """
@@ -27,7 +27,7 @@ import torch
 
 from anypo.engines.memory import LARGE_PAGES, TUNABLES, wants_large_pages
 
-PROMPT_TOKENS, SAMPLES, NEW_TOKENS = 128, 8, 64
+SAMPLES, NEW_TOKENS = 8, 64
 LEARNING_RATE = 1e-5
 TEXTS = (
     "A train leaves the station at nine in the morning and travels at sixty kilometres an hour towards a town that is far away. ",
@@ -40,9 +40,9 @@ def reward(completion: str) -> float:
     return sum(c in "aeiou" for c in completion) / 100
 
 
-def prompt_text(tokenizer: Any, text: str) -> str:
-    """A text of exactly PROMPT_TOKENS tokens."""
-    return tokenizer.decode(tokenizer(text * 20, add_special_tokens=False).input_ids[:PROMPT_TOKENS])
+def prompt_text(tokenizer: Any, text: str, length: int = 128) -> str:
+    """A text of exactly `length` tokens."""
+    return tokenizer.decode(tokenizer(text * (length // 6), add_special_tokens=False).input_ids[:length])
 
 
 class Clock:
@@ -67,13 +67,13 @@ def peak_gigabytes() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
 
 
-def run_anypo(folder: Path, dtype: str, steps: int) -> dict[str, Any]:
+def run_anypo(folder: Path, dtype: str, steps: int, length: int) -> dict[str, Any]:
     from anypo.batch import Batch
     from anypo.domains.language.models import load_policy
     from anypo.policy import Loss, Signals
 
     policy = load_policy(str(folder), dtype=dtype)
-    prompts = [torch.tensor(policy.tokenizer(prompt_text(policy.tokenizer, t), add_special_tokens=False).input_ids) for t in TEXTS]
+    prompts = [torch.tensor(policy.tokenizer(prompt_text(policy.tokenizer, t, length), add_special_tokens=False).input_ids) for t in TEXTS]
     optimizer = torch.optim.AdamW([g | {"lr": LEARNING_RATE} for g in policy.parameter_groups()], fused=True)
     generator = torch.Generator().manual_seed(0)
 
@@ -106,7 +106,7 @@ def run_anypo(folder: Path, dtype: str, steps: int) -> dict[str, Any]:
     return {"split": clock.per_step(steps), "peak_gigabytes": peak_gigabytes()}
 
 
-def run_trl(folder: Path, dtype: str, steps: int, checkpointing: bool) -> dict[str, Any]:
+def run_trl(folder: Path, dtype: str, steps: int, length: int, checkpointing: bool) -> dict[str, Any]:
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -140,7 +140,7 @@ def run_trl(folder: Path, dtype: str, steps: int, checkpointing: bool) -> dict[s
             model=model,
             reward_funcs=lambda completions, **_: [reward(c) for c in completions],
             args=settings,
-            train_dataset=Dataset.from_dict({"prompt": [prompt_text(tokenizer, t) for t in TEXTS] * 4}),
+            train_dataset=Dataset.from_dict({"prompt": [prompt_text(tokenizer, t, length) for t in TEXTS] * 4}),
             processing_class=tokenizer,
             callbacks=[StepTimes()],
         )
@@ -148,14 +148,14 @@ def run_trl(folder: Path, dtype: str, steps: int, checkpointing: bool) -> dict[s
     return {"split": clock.per_step(steps), "peak_gigabytes": peak_gigabytes()}
 
 
-def run_sampling(folder: Path, dtype: str, steps: int) -> dict[str, Any]:
+def run_sampling(folder: Path, dtype: str, steps: int, length: int) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     from anypo.domains.language.models import load_policy
 
     policy = load_policy(str(folder), dtype=dtype)
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="sdpa")
-    prompts = [torch.tensor(policy.tokenizer(prompt_text(policy.tokenizer, t), add_special_tokens=False).input_ids) for t in TEXTS]
+    prompts = [torch.tensor(policy.tokenizer(prompt_text(policy.tokenizer, t, length), add_special_tokens=False).input_ids) for t in TEXTS]
     ids = torch.stack(prompts).repeat_interleave(SAMPLES, dim=0)
     settings = {
         "max_new_tokens": NEW_TOKENS,
@@ -189,6 +189,8 @@ def child(side: str, folder: Path, arguments: argparse.Namespace) -> dict[str, A
         arguments.dtype,
         "--steps",
         str(arguments.steps),
+        "--prompt-tokens",
+        str(arguments.prompt_tokens),
     ]
     command += ["--threads", str(arguments.threads)] if arguments.threads else []
     command += ["--no-checkpointing"] if arguments.no_checkpointing else []
@@ -215,6 +217,7 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
     peer = trl["split"]["step"]
     return {
         "dtype": arguments.dtype,
+        "prompt_tokens": arguments.prompt_tokens,
         "threads": arguments.threads or torch.get_num_threads(),
         "large_pages": arguments.large_pages if wants_large_pages() else "the system's choice",
         "load_average": [load_before, os.getloadavg()[0]],
@@ -229,7 +232,9 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any]) -> None:
-    print(f"SmolLM2-135M, {result['dtype']}, {result['threads']} threads, load average {result['load_average'][0]:.1f}")
+    print(
+        f"SmolLM2-135M, {result['dtype']}, prompts of {result['prompt_tokens']} tokens, {result['threads']} threads, load average {result['load_average'][0]:.1f}"
+    )
     for side in ("anypo", "trl"):
         r = result[side]
         print(
@@ -247,6 +252,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--steps", type=int, default=3, help="measured steps a side, after one that warms up")
+    parser.add_argument("--prompt-tokens", type=int, default=128, help="tokens of each prompt")
     parser.add_argument("--threads", type=int, help="PyTorch threads a side; default: PyTorch's own choice")
     parser.add_argument("--no-checkpointing", action="store_true", help="turn off the gradient checkpointing that TRL has on by default")
     parser.add_argument(
@@ -265,7 +271,7 @@ def main() -> None:
         return
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    settings = (arguments.folder, arguments.dtype, arguments.steps)
+    settings = (arguments.folder, arguments.dtype, arguments.steps, arguments.prompt_tokens)
     if arguments.side == "trl":
         print(json.dumps(run_trl(*settings, checkpointing=not arguments.no_checkpointing)))
     else:

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from anypo.batch import Batch
-from anypo.domains.language import decoder, sampler
+from anypo.domains.language import cache, decoder, sampler
 from anypo.domains.language.policy import LanguagePolicy
 from anypo.domains.language.sampler import Samples, draw_by_weight, nucleus, sample
 
@@ -62,6 +62,32 @@ def test_recorded_logprobs_are_those_the_policy_evaluates(kind: str) -> None:
     signals = policy.evaluate(as_batch(found, torch.tensor(heats)[found.source]), {"logp", "entropy"})
     torch.testing.assert_close(signals.logp.detach(), found.logp, atol=1e-4, rtol=0)
     torch.testing.assert_close(signals.entropy.detach(), found.entropy, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("samples", [[3, 2, 4, 1], [4, 4, 4, 4], [1, 1, 9, 0]])
+def test_a_prompt_kept_once_for_its_samples_changes_nothing(kind: str, samples: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny(kind)
+    apart = draw(model, samples=samples)
+    assert apart.finished.any() and not apart.finished.all(), "rows must end early, and prompts run out of rows"
+    used: list[int] = []
+    attend = cache.Shared.attend
+    monkeypatch.setattr(cache.Shared, "attend", lambda self, *a: used.append(self.asked) or attend(self, *a))
+    monkeypatch.setattr(cache, "SHARED_BYTES", 0)
+    together = draw(model, samples=samples)
+    assert used and (min(used) < max(used) or samples == [4, 4, 4, 4])
+    assert torch.equal(apart.tokens, together.tokens)
+    assert torch.equal(apart.valid, together.valid)
+    torch.testing.assert_close(together.logp, apart.logp, atol=1e-5, rtol=0)
+    torch.testing.assert_close(together.entropy, apart.entropy, atol=1e-5, rtol=0)
+
+
+def test_prompts_are_kept_once_where_that_spares_much() -> None:
+    network = sampler.Network(tiny())
+    long, short = torch.tensor([4096, 4096]), torch.tensor([10, 10])
+    assert cache.Shared.pays(network, long, rows=16)
+    assert not cache.Shared.pays(network, long, rows=2)
+    assert not cache.Shared.pays(network, short, rows=16)
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral"])

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
-from torch.nn.functional import linear, scaled_dot_product_attention, silu
+from torch.nn.functional import linear, silu
 
 from anypo.domains.language.direct import Direct, Layer
 
-Update = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+Attend = Callable[[Tensor, Tensor, Tensor, int, float], Tensor]
 PACKED_BYTES = 4 << 30
 SMALL = 1 << 16  # matrices of fewer elements are multiplied as they are
 
@@ -36,11 +36,9 @@ class Decoder:
         self.final = Norm(*direct.final)
         self.head = Product(head.weight, head.bias, rows, pack)
 
-    def step(
-        self, token: Int64[Tensor, " n"], position: Int64[Tensor, " n"], update: Update, bias: Float[Tensor, "n 1 1 S"] | None
-    ) -> Float[Tensor, "n D"]:
-        """States after reading `token` at `position`. `update(key, value [n,K,W], layer)` returns all keys and values [n,K,S,W];
-        `bias` is added to the scores, -inf where a row must not look."""
+    def step(self, token: Int64[Tensor, " n"], position: Int64[Tensor, " n"], attend: Attend) -> Float[Tensor, "n D"]:
+        """States after reading `token` at `position`. `attend(query [n,K,g,W], key [n,K,W], value [n,K,W], layer, scale)` keeps the new keys and
+        values and returns what the queries see, [n,K,g,W]; g query heads share a key head."""
         body, heads, key_heads = self.direct.body, self.direct.heads, self.direct.key_heads
         state = body.embed_tokens(token)
         turn = Turn(*(x[:, 0, None] for x in body.rotary_emb(state, position[:, None])))
@@ -51,10 +49,8 @@ class Decoder:
                 query, key = turned.split([heads, key_heads], dim=1)
                 turned = torch.cat([layer.norm_query(query), layer.norm_key(key)], dim=1)
             query, key = turn(turned).split([heads, key_heads], dim=1)
-            keys, values = update(key, value, index)
             # Query heads that share a key head stand in line as several queries, so that the keys need not be repeated.
-            folded = query.unflatten(1, (key_heads, -1))
-            out = scaled_dot_product_attention(folded, keys, values, attn_mask=bias, scale=layer.scale)
+            out = attend(query.unflatten(1, (key_heads, -1)), key, value, index, layer.scale)
             state = layer.output.plus(out.reshape(len(token), -1), state)
             inner = layer.norm_after(state)
             state = layer.down.plus(layer.up.times(inner, layer.gate.silu(inner)), state)

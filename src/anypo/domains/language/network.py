@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 
 from anypo.domains.language import attention
 from anypo.domains.language.decoder import Decoder
@@ -163,18 +164,16 @@ class Network:
     def _steps(self) -> bool:
         tokens = torch.tensor([[1, 2, 3], [4, 5, 6]], device=self.device) % self.vocabulary
         expected, _ = self(tokens, None, None)
-        seen: dict[int, tuple[Tensor, Tensor]] = {}
+        seen: dict[int, tuple[tuple[Tensor], tuple[Tensor]]] = {}
 
-        def update(key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-            fresh = key[:, :, None], value[:, :, None]
-            seen[layer] = (
-                fresh if layer not in seen else (torch.cat([seen[layer][0], fresh[0]], 2), torch.cat([seen[layer][1], fresh[1]], 2))
-            )
-            return seen[layer]
+        def attend(query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float) -> Tensor:
+            keys, values = (torch.cat([*old, new[:, :, None]], 2) for old, new in zip(seen.get(layer, ((), ())), (key, value), strict=True))
+            seen[layer] = ((keys,), (values,))
+            return scaled_dot_product_attention(query, keys, values, scale=scale)
 
         assert self.direct is not None
         decoder = Decoder(self.direct, self.head, rows=2)
-        found = [decoder.step(tokens[:, t], torch.full((2,), t, device=self.device), update, None) for t in range(3)]
+        found = [decoder.step(tokens[:, t], torch.full((2,), t, device=self.device), attend) for t in range(3)]
         return _close(torch.stack(found, dim=1), expected)
 
 

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from anypo.domains.language.cache import prefill
+from anypo.domains.language.cache import prefill, survivors
 from anypo.domains.language.network import Network
 
 CACHE_BYTES = 4 << 30  # keys and values held at once; more samples than that are drawn in waves
@@ -124,21 +124,13 @@ def _decode(
         if stop is not None:
             ended |= stop(out.tokens[rows, : t + 1], out.source[rows])
         out.finished[rows] = ended
-        order = _survivors(~ended & (t + 1 < limit[rows]))
+        order = survivors(~ended & (t + 1 < limit[rows]))
         if len(order) == 0:
             return
         if len(order) < len(rows):
             cache.keep(order.to(device))
             rows, token = rows[order], token[order]
         hidden = cache.step(token.to(device), (lengths[rows] + t).to(device))
-
-
-def _survivors(alive: Bool[Tensor, " n"]) -> Int64[Tensor, " m"]:
-    """Which row each slot holds after the running rows at the end have moved into the slots of finished ones; slots before `m` that run stay."""
-    count = int(alive.sum())
-    order = torch.arange(count)
-    order[~alive[:count]] = count + alive[count:].nonzero().flatten()
-    return order
 
 
 class _Draw:
