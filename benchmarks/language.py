@@ -1,7 +1,7 @@
 """One RL step of SmolLM2-135M, anypo beside TRL: seconds, peak memory, and where anypo's time goes.
 
-The same work on both sides: 2 prompts of 128 tokens (`--prompt-tokens`), 8 samples each, 64 new tokens in every sample (no end token stops one early), a reward, one
-update with AdamW. Each side runs in its own process, so that its peak memory is its own. The first step of each side warms up and is not
+The same work on both sides: 2 prompts of 128 tokens (`--prompt-tokens`), 8 samples each, 64 new tokens in every sample (no end token stops one
+early), a reward, one update with AdamW. Each side runs in its own process, so that its peak memory is its own. The first step of each side warms up and is not
 counted. A third process samples the same prompts with anypo and with `transformers.generate`.
 
     python benchmarks/language.py [--dtype float32|bfloat16] [--steps 3] [--prompt-tokens 128] [--threads N] [--json]
@@ -233,7 +233,8 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def show(result: dict[str, Any]) -> None:
     print(
-        f"SmolLM2-135M, {result['dtype']}, prompts of {result['prompt_tokens']} tokens, {result['threads']} threads, load average {result['load_average'][0]:.1f}"
+        f"SmolLM2-135M, {result['dtype']}, prompts of {result['prompt_tokens']} tokens, {result['threads']} threads, "
+        f"load average {result['load_average'][0]:.1f}"
     )
     for side in ("anypo", "trl"):
         r = result[side]

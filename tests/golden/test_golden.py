@@ -95,8 +95,8 @@ def _same(actual: Any, expected: Any, atol: float, where: str) -> None:
         return
     wanted = _convert(expected)
     if isinstance(wanted, torch.Tensor) or (_numeric(expected) and not isinstance(expected, bool)):
-        got = torch.as_tensor(actual).detach().double()
-        target = torch.as_tensor(wanted).double()
+        got = torch.as_tensor(actual, dtype=torch.float64).detach()
+        target = torch.as_tensor(wanted, dtype=torch.float64)
         assert not torch.isnan(got).any(), f"{where} has NaN"
         if got.numel() == 0 and target.numel() == 0:
             return

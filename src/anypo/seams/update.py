@@ -27,6 +27,13 @@ OPTIMIZERS = {
     "adamw": "torch.optim:AdamW",
     "rmsprop": "torch.optim:RMSprop",
     "adam8bit": "anypo.methods.optim.adam8bit:Adam8bit",
+    "adam4bit": "anypo.methods.optim.adam4bit:Adam4bit",
+    "sgd4bit": "anypo.methods.optim.adam4bit:Sgd4bit",
+    "al_quant": "anypo.methods.optim.al_quant:AlOptimizer",
+    "al_adafactor": "anypo.methods.optim.al_quant:AlAdafactor",
+    "al_came": "anypo.methods.optim.al_quant:AlCame",
+    "al_projected": "anypo.methods.optim.al_quant:AlProjected",
+    "greedy_bcd": "anypo.methods.optim.greedy_bcd:GreedyBlocks",
 }
 
 

@@ -32,7 +32,7 @@ class LanguagePolicy(Policy):
 
     Signals are [N,T] float32 and zero outside the positions named, unless said otherwise:
     - `logp`, `entropy` (where `mask`): of the tempered distribution that the row was sampled from.
-    - `value` (where `valid`): of the state before the action; needs `value_head=True`.
+    - `value` (where `valid`): of the state before the action; `action_value`: the same head after reading it. Both need `value_head=True`.
     - `hidden` [N,T,D] (where `valid`): the state after reading the action; with it comes `prompt_hidden` [N,D], after the prompt's last token.
     - `logits` [N,T,V] (where `mask`): tempered, so that their log-softmax holds `logp`. Large: only for methods that must see them.
 
@@ -73,7 +73,7 @@ class LanguagePolicy(Policy):
         if self.value_head is not None:
             nn.init.zeros_(self.value_head.weight)
             nn.init.zeros_(self.value_head.bias)
-        self.provides = frozenset({"logp", "entropy", "hidden", "logits"} | ({"value"} if value_head else set()))
+        self.provides = frozenset({"logp", "entropy", "hidden", "logits"} | ({"value", "action_value"} if value_head else set()))
         self.learning_rate = 1e-5 if self.is_large and not self.has_lora else 1e-4
 
     @property
@@ -88,7 +88,7 @@ class LanguagePolicy(Policy):
         self.check(needs, "this evaluation")
         if not any(len(prompt) for prompt in batch.context) or batch.horizon == 0:
             raise ValueError("nothing to evaluate: the batch has no prompts or no actions")
-        sequences, prompt_lengths = self._sequences(batch, whole="hidden" in needs)
+        sequences, prompt_lengths = self._sequences(batch, whole=not needs.isdisjoint({"hidden", "action_value"}))
         states = self.network.states(sequences, prompt_lengths, self.token_budget, self.hidden_layer if "hidden" in needs else None)
         before, after = self._places(batch, states, prompt_lengths)
         signals = Signals()
@@ -96,10 +96,11 @@ class LanguagePolicy(Policy):
             logp, entropy = self._logprobs(batch, states, before, "entropy" in needs)
             signals |= {"logp": logp} if "logp" in needs else {}
             signals |= {"entropy": entropy} if "entropy" in needs else {}
-        if "value" in needs:
-            assert self.value_head is not None  # `check` has seen to it
-            value = self.value_head(states.final[before.clamp(min=0)].to(self.value_head.weight.dtype))[..., 0].float()
-            signals["value"] = value * (before >= 0)
+        for name, place in (("value", before), ("action_value", after)):
+            if name in needs:
+                assert self.value_head is not None  # `check` has seen to it
+                value = self.value_head(states.final[place.clamp(min=0)].to(self.value_head.weight.dtype))[..., 0].float()
+                signals[name] = value * (place >= 0)
         if "hidden" in needs:
             signals["hidden"] = states.chosen[after.clamp(min=0)] * (after >= 0)[..., None]
             ends = torch.tensor(prompt_lengths, device=before.device)[:, None] - 1

@@ -1,7 +1,7 @@
 """One interface for optimizer state that is kept in fewer bits: a quantizer turns a tensor into what is stored, and back.
 
-Optimizers that quantize their state (8-bit, 4-bit, log-space) differ in the quantizer alone. Left out: bit packing below one byte, which belongs to
-the quantizer that needs it.
+Optimizers that quantize their state (8-bit, 4-bit, log-space) differ in the quantizer alone. Left out: widths that do not divide a byte, other than
+whole bytes.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 class Stored(NamedTuple):
     """A quantized tensor."""
 
-    codes: Tensor  # [n], flattened, integers
-    scale: Tensor  # [blocks]
+    codes: Tensor  # [n], flattened, integers; [(n+1)//2] bytes where two share one
+    scale: Tensor  # [blocks], or what else the quantizer needs to undo its normalization
 
 
 class Quantizer(Protocol):
@@ -50,3 +50,19 @@ class BlockQuantizer:
     def decode(self, stored: Stored, shape: torch.Size) -> Tensor:
         scale = stored.scale.repeat_interleave(self.block)[: len(stored.codes)]
         return (self.code_map.to(scale)[stored.codes.long()] * scale).view(shape)
+
+
+class Packed:
+    """Another quantizer's codes of at most 4 bits, two in a byte, the first in the low half."""
+
+    def __init__(self, inner: Quantizer) -> None:
+        self.inner = inner
+
+    def encode(self, values: Tensor) -> Stored:
+        codes, scale = self.inner.encode(values)
+        low, high = torch.nn.functional.pad(codes, (0, len(codes) % 2)).view(-1, 2).unbind(1)
+        return Stored(low | (high << 4), scale)
+
+    def decode(self, stored: Stored, shape: torch.Size) -> Tensor:
+        codes = torch.stack([stored.codes & 15, stored.codes >> 4], dim=1).flatten()[: shape.numel()]
+        return self.inner.decode(Stored(codes, stored.scale), shape)

@@ -91,7 +91,7 @@ class TreeRollout:
             branches = continue_rows(batch, rows, depth, run)
             branches.signals["tree"] = batch.signals["tree"][rows]
             batch = Batch.concat([batch, branches])
-        return self.pruned(batch, run)
+        return pruned(batch, batch.signals["tree"], self.leaves, run)
 
     def draw(self, batch: Batch, run: Run) -> tuple[Tensor, Tensor]:
         """`expansions` nodes of every tree: (row, number of actions before the node), [M] each."""
@@ -105,21 +105,21 @@ class TreeRollout:
         chosen = order[(first[:, None] + torch.minimum((u * counts[:, None]).long(), counts[:, None] - 1)).flatten()]
         return row[chosen], depth[chosen]
 
-    def pruned(self, batch: Batch, run: Run) -> Batch:
-        """At most `leaves` leaves of each tree, drawn at random."""
-        if self.leaves is None or self.leaves > self.rounds * self.expansions:
-            return batch
-        if self.leaves < 1:
-            raise ValueError(f"rollout.leaves must be at least 1, not {self.leaves}")
-        rank = torch.rand(len(batch), generator=run.generator, dtype=torch.float64) + batch.signals["tree"]
-        order = rank.argsort()  # by tree, at random inside it
-        tree = batch.signals["tree"][order]
-        place = torch.arange(len(batch)) - torch.searchsorted(tree, tree)
-        kept = order[place < self.leaves].sort().values
-        renumbered = torch.full((len(batch),), -1).index_copy(0, kept, torch.arange(len(kept)))
-        assert batch.parent is not None
-        parent = torch.where(batch.parent >= 0, renumbered[batch.parent.clamp(min=0)], -1)  # -1 where the parent was pruned
-        return batch[kept].but(parent=parent[kept])
+
+def pruned(batch: Batch, tree: Number, leaves: int | None, run: Run) -> Batch:
+    """At most `leaves` rows of each tree, drawn at random; None keeps all. Raises ValueError for fewer than 1."""
+    if leaves is None or leaves >= int(torch.unique(tree, return_counts=True)[1].max()):
+        return batch
+    if leaves < 1:
+        raise ValueError(f"rollout.leaves must be at least 1, not {leaves}")
+    rank = torch.rand(len(batch), generator=run.generator, dtype=torch.float64) + tree
+    order = rank.argsort()  # by tree, at random inside it
+    place = torch.arange(len(batch)) - torch.searchsorted(tree[order], tree[order])
+    kept = order[place < leaves].sort().values
+    renumbered = torch.full((len(batch),), -1).index_copy(0, kept, torch.arange(len(kept)))
+    assert batch.parent is not None
+    parent = torch.where(batch.parent >= 0, renumbered[batch.parent.clamp(min=0)], -1)  # -1 where the parent was pruned
+    return batch[kept].but(parent=parent[kept])
 
 
 def own_nodes(batch: Batch, steps: Int[Tensor, "N T"]) -> Bool[Tensor, "N T"]:

@@ -8,14 +8,16 @@ method takes it with `--set update.optimizer=adam8bit`. The maps are those of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from anypo.domains.optim.quantizer import BlockQuantizer, Quantizer, Stored
+from anypo.domains.optim.optimizer import QuantizedOptimizer, by_size
+from anypo.domains.optim.quantizer import BlockQuantizer, Quantizer
+from anypo.domains.optim.rules import Adam
 from anypo.method import Paper, Study
 
 
@@ -70,10 +72,10 @@ def adam_run(
     return state.p
 
 
-class Adam8bit(torch.optim.Optimizer):
+class Adam8bit(QuantizedOptimizer):
     """torch.optim.Adam with its moments in 8 bits. Tensors below `min_size`, and groups with `full_precision` (embeddings), keep 32 bits.
 
-    `decoupled` decay (AdamW) is the only kind. Raises ValueError for hyper-parameters out of range.
+    Decoupled decay (AdamW) is the only kind. Raises ValueError for hyper-parameters out of range.
     """
 
     def __init__(
@@ -81,60 +83,8 @@ class Adam8bit(torch.optim.Optimizer):
         block: int = 2048, min_size: int = 4096, quantizers: tuple[Quantizer, Quantizer] | None = None,
     ) -> None:  # fmt: skip
         """`quantizers`: for the first and second moment; None = the signed and unsigned dynamic code in blocks of `block`."""
-        if lr <= 0 or not all(0 <= b < 1 for b in betas) or eps < 0 or weight_decay < 0:
-            raise ValueError(f"adam8bit needs lr > 0, betas in [0,1), eps and weight_decay >= 0, not {lr}, {betas}, {eps}, {weight_decay}")
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "full_precision": False})
-        self.min_size = min_size
-        self.quantizers = quantizers or (BlockQuantizer(dynamic_map(True), block), BlockQuantizer(dynamic_map(False), block))
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        result = None
-        if closure is not None:
-            with torch.enable_grad():
-                result = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
-        return result
-
-    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        state, (b1, b2) = self.state[parameter], group["betas"]
-        gradient = parameter.grad.float()  # type: ignore[union-attr]
-        t = state["t"] = state.get("t", 0) + 1
-        m, v = (self._load(state, name, quantizer, gradient) for name, quantizer in zip("mv", self.quantizers, strict=True))
-        m.mul_(b1).add_(gradient, alpha=1 - b1)
-        v.mul_(b2).addcmul_(gradient, gradient, value=1 - b2)
-        if group["weight_decay"]:
-            parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.add_(((m / (1 - b1**t)) / ((v / (1 - b2**t)).sqrt() + group["eps"])).to(parameter.dtype), alpha=-group["lr"])
-        whole = group["full_precision"] or parameter.numel() < self.min_size
-        for name, value, quantizer in (("m", m, self.quantizers[0]), ("v", v, self.quantizers[1])):
-            if whole:
-                state[name] = value
-            else:
-                state[f"{name}_codes"], state[f"{name}_scale"] = quantizer.encode(value)
-
-    def _load(self, state: dict[str, Any], name: str, quantizer: Quantizer, like: Tensor) -> Tensor:
-        """A moment in full precision: stored as it is, stored in codes, or zero before the first step."""
-        if name in state:
-            return state[name]
-        if f"{name}_codes" in state:
-            return quantizer.decode(Stored(state[f"{name}_codes"], state[f"{name}_scale"]), like.shape)
-        return torch.zeros_like(like)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        for state in self.state.values():  # torch casts all state to the parameter's type; codes are bytes
-            for name in ("m_codes", "v_codes"):
-                if name in state:
-                    state[name] = state[name].to(torch.uint8)
-
-    def state_bytes(self) -> int:
-        """Bytes that the moments occupy."""
-        tensors = (value for state in self.state.values() for value in state.values() if isinstance(value, Tensor))
-        return sum(value.numel() * value.element_size() for value in tensors)
+        first, second = quantizers or (BlockQuantizer(dynamic_map(True), block), BlockQuantizer(dynamic_map(False), block))
+        super().__init__(params, Adam(betas, eps), by_size(min_size, momentum=first, second=second), lr, weight_decay)
 
 
 class StableEmbedding(nn.Embedding):

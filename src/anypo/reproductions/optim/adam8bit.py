@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-from statistics import fmean
-
 import torch
 from torch import Tensor, nn
 
 from anypo.claims import Evidence, ablation, claim
-from anypo.domains.optim.quantizer import BlockQuantizer, Quantizer
+from anypo.domains.optim.quantizer import BlockQuantizer
 from anypo.methods.optim.adam8bit import Adam8bit, StableEmbedding, dynamic_map, quantize, run
+from anypo.reproductions.optim.digits import Optimizer, mean_trained
 
 SEEDS = (0, 1, 2)
 
@@ -65,42 +63,16 @@ def outlier_spreads() -> Evidence:
     return _outlier(20_480)
 
 
-@lru_cache
-def _digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from sklearn.datasets import load_digits
-
-    data = load_digits()
-    x, y = torch.tensor(data.data / 16, dtype=torch.float32), torch.tensor(data.target)
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
-    return x[order[:1400]], y[order[:1400]], x[order[1400:]], y[order[1400:]]
-
-
-def _trained(kind: str, seed: int, epochs: int = 10) -> tuple[float, float]:
-    """(test loss, accuracy) of a 64-256-256-10 network; `kind`: float, dynamic or linear (the second moment in a linear code)."""
-    torch.manual_seed(seed)
-    net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
-    optimizer: torch.optim.Optimizer
+def _optimizer(kind: str) -> Optimizer:
+    """`kind`: float, dynamic or linear (the second moment in a linear code)."""
     if kind == "float":
-        optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
-    else:
-        second: Quantizer = BlockQuantizer(dynamic_map(False) if kind == "dynamic" else torch.linspace(0, 1, 256, dtype=torch.float64), 256)
-        optimizer = Adam8bit(net.parameters(), lr=1e-3, quantizers=(BlockQuantizer(dynamic_map(True), 256), second))
-    x, y, test_x, test_y = _digits()
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(epochs):
-        for rows in torch.randperm(len(x), generator=generator).split(64):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(net(x[rows]), y[rows]).backward()
-            optimizer.step()
-    with torch.no_grad():
-        logits = net(test_x)
-    return float(nn.functional.cross_entropy(logits, test_y)), float((logits.argmax(1) == test_y).float().mean())
+        return lambda parameters: torch.optim.Adam(parameters, lr=1e-3)
+    second = BlockQuantizer(dynamic_map(False) if kind == "dynamic" else torch.linspace(0, 1, 256, dtype=torch.float64), 256)
+    return lambda parameters: Adam8bit(parameters, lr=1e-3, quantizers=(BlockQuantizer(dynamic_map(True), 256), second))
 
 
 def _as_good(kind: str) -> Evidence:
-    mine, reference = ([_trained(k, seed) for seed in SEEDS] for k in (kind, "float"))
-    loss, target = fmean(r[0] for r in mine), fmean(r[0] for r in reference)
-    accuracy, goal = fmean(r[1] for r in mine), fmean(r[1] for r in reference)
+    (loss, accuracy), (target, goal) = (mean_trained(_optimizer(k), SEEDS) for k in (kind, "float"))
     found = {"loss": round(loss, 4), "32-bit loss": round(target, 4), "accuracy": round(accuracy, 4), "32-bit accuracy": round(goal, 4)}
     return Evidence(
         found,

@@ -54,7 +54,7 @@ class GruPolicy(Policy):
             nn.init.zeros_(self.value_head.weight)
             nn.init.zeros_(self.value_head.bias)
         provided = {"logp", "entropy", "logits", "hidden", "prompt_hidden"}
-        self.provides = frozenset(provided | {"value"}) if value_head else frozenset(provided)
+        self.provides = frozenset(provided | {"value", "action_value"}) if value_head else frozenset(provided)
 
     def encode(self, text: str) -> Int[Tensor, " L"]:
         """Tokens of a text. Raises ValueError for a character outside the alphabet."""
@@ -92,7 +92,8 @@ class GruPolicy(Policy):
         """Signals [N,T], `logits` [N,T,V], `hidden` [N,T,D] (the state after reading each action) and, with it, `prompt_hidden` [N,D] (after the
         prompt).
 
-        `value` belongs to the state before the action. `logp`, `entropy` and `logits` are those of the tempered policy where the batch carries
+        `value` belongs to the state before the action, `action_value` to the one after reading it (the same head).
+        `logp`, `entropy` and `logits` are those of the tempered policy where the batch carries
         the signal `temperature` [N].
         """
         states = self.states(batch.context, batch.action)
@@ -114,6 +115,9 @@ class GruPolicy(Policy):
         if "value" in needs:
             assert self.value_head is not None
             signals["value"] = self.value_head(before)[..., 0]
+        if "action_value" in needs:
+            assert self.value_head is not None
+            signals["action_value"] = self.value_head(states[:, 1:])[..., 0]
         if "hidden" in needs:
             signals["hidden"] = states[:, 1:]
         if needs & {"hidden", "prompt_hidden"}:

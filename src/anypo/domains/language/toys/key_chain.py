@@ -76,6 +76,7 @@ class ChainPolicy(Policy):
         """Logits drawn from N(0, `scale`), plus `bias` on the right actions. The default learning rate Q D makes a mean over rows and
         steps of the whole batch a step of 1.0 on every prompt's own sum over steps."""
         super().__init__()
+        self.vocabulary = ACTIONS
         self.learning_rate = float(right.shape[0] * right.shape[1])
         noise = torch.randn(right.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         self.logits = nn.Parameter(scale * noise + bias * right)
