@@ -1,7 +1,10 @@
 """The summary of a comparison: interquartile means with bootstrap intervals, at the end and along the curve."""
 
+import json
+
 import pytest
 
+from anypo import api, comparison
 from anypo.comparison import summarize
 from anypo.report.statistics import iqm, stratified_bootstrap
 
@@ -32,3 +35,46 @@ def test_failed_runs_are_counted_and_named():
     results = [result("arithmetic", 0, 0.5), {"slug": "grpo", "task": "arithmetic", "seed": 1, "error": "lost"}]
     found = summarize(["grpo"], ["arithmetic"], results, {})
     assert found["methods"][0]["failed"] == 1 and found["failures"] == [{"slug": "grpo", "task": "arithmetic", "seed": 1, "error": "lost"}]
+
+
+def test_stored_results_serve_the_same_arguments_alone(tmp_path, monkeypatch):
+    runs = []
+    train = comparison._train
+    monkeypatch.setattr(comparison, "_train", lambda job, told: runs.append(job["slug"]) or train(job, told))
+    wanted = {"task": "token_bandit", "seeds": 1, "budget": "steps=2", "out": tmp_path}
+    first = comparison.compare("grpo", "rloo", **wanted)
+    assert runs == ["grpo", "rloo"]
+    again = comparison.compare("grpo", "rloo", **wanted)
+    assert runs == ["grpo", "rloo"] and again["methods"] == first["methods"]
+    comparison.compare("grpo", **wanted, settings={"update.learning_rate": 0.5})
+    assert runs == ["grpo", "rloo", "grpo"], "a result of other settings does not serve"
+
+
+def test_failed_runs_are_run_again(tmp_path, monkeypatch):
+    train = comparison._train
+
+    def fail(job, told):
+        raise ValueError("no room")
+
+    monkeypatch.setattr(comparison, "_train", fail)
+    wanted = {"task": "token_bandit", "seeds": 1, "budget": "steps=1", "out": tmp_path}
+    assert comparison.compare("grpo", **wanted)["failures"][0]["error"] == "ValueError: no room"
+    monkeypatch.setattr(comparison, "_train", train)
+    assert not comparison.compare("grpo", **wanted)["failures"]
+
+
+def test_runs_side_by_side_tell_how_far_they_are(tmp_path):
+    seen = []
+    found = comparison.compare("grpo", "rloo", task="token_bandit", seeds=1, budget="steps=3", out=tmp_path, jobs=2, progress=seen.append)
+    assert [m["slug"] for m in found["methods"]] == ["grpo", "rloo"] and not found["failures"]
+    assert seen[-1] == 2 and any(part % 1 for part in seen)
+
+
+def test_a_compared_run_is_repeated_by_its_command(tmp_path):
+    found = comparison.compare("grpo", task="token_bandit", seeds=1, budget="tokens=500", out=tmp_path / "compared")
+    command = found["methods"][0]["command"]
+    assert command.endswith("--budget tokens=500 --seed 0 --task token_bandit")
+    alone = api.train("grpo", task="token_bandit", budget="tokens=500", seed=0, out=tmp_path / "alone")
+    assert alone.after[found["methods"][0]["metric"]] == found["methods"][0]["final"]["iqm"]
+    assert json.loads((tmp_path / "alone" / "config.json").read_text())["command"] == command
+    assert api.arguments_of(tmp_path / "alone", "grpo")["budget"] == "tokens=500"

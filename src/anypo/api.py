@@ -18,6 +18,8 @@ from anypo.report.trackers import open_tracker
 from anypo.run import Run
 
 SAMPLES_SHOWN = 10
+BUDGETS = {"tokens": 200_000, "steps": 100}  # amounts where none is given
+MANY_STEPS = 1_000_000  # no limit, when actions are the budget
 
 
 @dataclass
@@ -104,21 +106,36 @@ def build(
     return resolved, policy, built, domain
 
 
+def parse_budget(budget: str) -> tuple[str, int]:
+    """ "tokens", "steps", or with an amount "tokens=50000". Raises ValueError for anything else."""
+    kind, _, amount = budget.partition("=")
+    if kind not in BUDGETS or (amount and not amount.replace("_", "").isdigit()) or (amount and int(amount) < 1):
+        raise ValueError(f"a budget is tokens, steps, tokens=N or steps=N with N at least 1, not '{budget}'")
+    return kind, int(amount) if amount else BUDGETS[kind]
+
+
+def limits(kind: str, amount: int) -> dict[str, Any]:
+    """A run's length as arguments of `Run`."""
+    return {"steps": amount} if kind == "steps" else {"steps": MANY_STEPS, "max_actions": amount}
+
+
 def train(
     method: str | Method, *, task: Any = None, env: str | None = None, model: str | None = None, steps: int = 100, seed: int = 0,
     out: Path | str | None = None, resume: Path | str | None = None, seams: Mapping[str, str] | None = None,
     settings: Mapping[str, Any] | None = None, evaluate_every: int = 0, checkpoint_every: int = 25, log: str | None = None,
-    on_step: Callable[[dict[str, Any]], None] | None = None, on_error: str = "stop", **options: Any,
+    budget: str | None = None, on_step: Callable[[dict[str, Any]], None] | None = None, on_error: str = "stop", **options: Any,
 ) -> TrainResult:  # fmt: skip
     """Train a model or a policy with a method.
 
     `task` is a name (`arithmetic`, `jsonl:file`, ...), a list of dicts with `prompt` and `answer`, or a Task; `env` a Gymnasium id. `options` go
-    to the domain: `rewards`, `max_tokens`, `lora_rank`, ... With `out`, metrics.jsonl, config.json, checkpoints/, model/ and report.html are
-    written there; `resume` continues such a folder to the same numbers as a run never stopped.
+    to the domain: `rewards`, `max_tokens`, `lora_rank`, ... `budget` ends the run by what it generated ("tokens=50000") instead of `steps`.
+    With `out`, metrics.jsonl, config.json, checkpoints/, model/ and report.html are written there; `resume` continues such a folder to the same
+    numbers as a run never stopped.
     Raises KeyError or ValueError with one sentence for what the user can mend.
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, not {steps}")
+    kind, amount = parse_budget(budget) if budget else ("steps", steps)
     where = resume or out
     folder = Path(where) if where else None
     if resume is not None and not (Path(resume) / "config.json").exists():
@@ -126,10 +143,14 @@ def train(
     resolved, policy, built, domain = build(method, task=task, env=env, model=model, seed=seed, seams=seams, settings=settings, **options)
     if folder is not None and resume is None and (folder / "metrics.jsonl").exists():
         raise ValueError(f"{folder} already holds a run; continue it with --resume {folder}, or choose another --out")
-    run = Run(resolved, policy, built, steps=steps, seed=seed, out=folder, checkpoint_every=checkpoint_every)
+    run = Run(resolved, policy, built, **limits(kind, amount), seed=seed, out=folder, checkpoint_every=checkpoint_every)
     names = {"slug": resolved.name, "task": built.name, "model": model or getattr(policy, "name", type(policy).__name__)}
     before, samples = _start(
-        run, folder, resume is not None, names | {"domain": domain}, run_arguments(steps, seed, settings, seams, task, env, model, options)
+        run,
+        folder,
+        resume is not None,
+        names | {"domain": domain},
+        run_arguments(amount, seed, settings, seams, task, env, model, options, kind),
     )
     tracker = open_tracker(log, folder or Path("."), names) if log else None
     if evaluate_every:
@@ -183,23 +204,28 @@ def arguments_of(folder: Path, slug: str) -> dict[str, Any]:
         "env": config["env"],
         "model": config["model_argument"],
         "steps": config["steps"],
+        "budget": config.get("budget"),
         "seed": config["seed"],
     }
     return names | {"settings": config["settings"], "seams": config["seams"], **config["options"]}
 
 
 def run_arguments(
-    steps: int, seed: int, settings: Any, seams: Any, task: Any, env: str | None, model: str | None, options: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The arguments of a run as its config.json keeps them; what is no plain value is kept by name."""
+    amount: int, seed: int, settings: Any, seams: Any, task: Any, env: str | None, model: str | None, options: Mapping[str, Any],
+    kind: str = "steps",
+) -> dict[str, Any]:  # fmt: skip
+    """The arguments of a run as its config.json keeps them; what is no plain value is kept by name. `amount` of `kind` is the run's length."""
+    by_steps = kind == "steps"
     plain = {k: v if isinstance(v, str | int | float | bool | type(None)) else repr(v) for k, v in options.items()}
-    return {"steps": steps, "seed": seed, "settings": dict(settings or {}), "seams": dict(seams or {}), "env": env, "options": plain,
+    return {"steps": amount if by_steps else MANY_STEPS, "budget": None if by_steps else f"{kind}={amount}", "seed": seed,
+            "settings": dict(settings or {}), "seams": dict(seams or {}), "env": env, "options": plain,
             "model_argument": model, "task_argument": task if isinstance(task, str | type(None)) else None}  # fmt: skip
 
 
 def command(slug: str, config: Mapping[str, Any]) -> str:
     """The command line that repeats a run."""
-    parts = ["anypo", "train", slug, "--steps", str(config["steps"]), "--seed", str(config["seed"])]
+    length = ["--budget", config["budget"]] if config.get("budget") else ["--steps", str(config["steps"])]
+    parts = ["anypo", "train", slug, *length, "--seed", str(config["seed"])]
     parts += ["--env", config["env"]] if config.get("env") else ["--task", config["task_argument"]] if config.get("task_argument") else []
     parts += ["--model", config["model_argument"]] if config.get("model_argument") else []
     parts += [x for seam, other in config.get("seams", {}).items() for x in (f"--{seam}", other)]

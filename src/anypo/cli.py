@@ -86,6 +86,7 @@ def train(
     env: str | None = None,
     model: str | None = None,
     steps: int = 100,
+    budget: Annotated[str | None, typer.Option(help="tokens=N: end by what was generated, not by --steps")] = None,
     seed: int = 0,
     set_: Settings = None,
     prepare: str | None = None,
@@ -117,7 +118,7 @@ def train(
         check(engine)
     seams = {"prepare": prepare, "select": select, "rollout": rollout, "reward": reward, "credit": credit, "objective": objective,
              "regularize": regularize, "update": update, "control": control}  # fmt: skip
-    arguments: dict[str, Any] = {"task": task, "env": env, "model": model, "steps": steps, "seed": seed}
+    arguments: dict[str, Any] = {"task": task, "env": env, "model": model, "steps": steps, "budget": budget, "seed": seed}
     arguments |= {
         "settings": _pairs(set_, "--set"),
         "seams": {k: v for k, v in seams.items() if v},
@@ -125,7 +126,8 @@ def train(
     }
     if resume is not None:
         arguments |= api.arguments_of(resume, slug)
-    with _progress(arguments["steps"], quiet=json_) as advance:
+    kind, amount = api.parse_budget(arguments["budget"]) if arguments["budget"] else ("steps", arguments["steps"])
+    with _progress(amount, quiet=json_, unit=kind) as advance:
         result = api.train(
             slug,
             out=out,
@@ -133,7 +135,7 @@ def train(
             log=log,
             evaluate_every=evaluate_every,
             checkpoint_every=checkpoint_every,
-            on_step=advance,
+            on_step=lambda record: advance(record, None if kind == "steps" else record["actions"]),
             **arguments,
         )
     if json_:
@@ -167,7 +169,7 @@ def compare(
     with _progress(count, quiet=json_, unit="runs") as advance:
         found = run_comparison(
             *slugs, task=task or None, env=env, model=model, seeds=seeds, budget=budget, out=out, jobs=jobs, settings=_pairs(set_, "--set"),
-            done=lambda r: advance({"step": 0, "reward": r.get("final")}),
+            progress=lambda runs: advance({}, runs),
         )  # fmt: skip
     if json_:
         print(json.dumps(found))
@@ -253,7 +255,7 @@ def _print_row(row: dict[str, Any]) -> None:
 def _progress(total: int, quiet: bool, unit: str = "steps") -> Any:
     """A callback that shows a progress line while a person watches, and does nothing else."""
     if quiet or not sys.stderr.isatty():
-        yield lambda record: None
+        yield lambda record, completed=None: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -264,12 +266,12 @@ def _progress(total: int, quiet: bool, unit: str = "steps") -> Any:
         yield _shower(bars, bar)
 
 
-def _shower(bars: Any, bar: Any) -> Callable[[dict[str, Any]], None]:
-    def show_record(record: dict[str, Any]) -> None:
+def _shower(bars: Any, bar: Any) -> Callable[..., None]:
+    def show_record(record: dict[str, Any], completed: float | None = None) -> None:
         parts = [f"{name} {record[name]:.3g}" for name in ("reward", "kl", "entropy") if isinstance(record.get(name), int | float)]
         if "tokens_per_second" in record.get("time", {}):
             parts.append(f"{record['time']['tokens_per_second']:,.0f} actions/s")
-        bars.update(bar, advance=1, numbers="  ".join(parts))
+        bars.update(bar, advance=1 if completed is None else None, completed=completed, numbers="  ".join(parts))
 
     return show_record
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -18,29 +18,20 @@ from anypo.report.statistics import iqm, stratified_bootstrap
 from anypo.report.store import read_json, write_json_atomic
 
 POINTS = 10  # held-out evaluations along a run
-DEFAULTS = {"tokens": 200_000, "steps": 100}
-MANY_STEPS = 1_000_000  # no limit, when actions are the budget
-
-
-def parse_budget(budget: str) -> tuple[str, int]:
-    """ "tokens", "steps", or with an amount "tokens=50000". Raises ValueError for anything else."""
-    kind, _, amount = budget.partition("=")
-    if kind not in DEFAULTS or (amount and not amount.replace("_", "").isdigit()) or (amount and int(amount) < 1):
-        raise ValueError(f"a budget is tokens, steps, tokens=N or steps=N with N at least 1, not '{budget}'")
-    return kind, int(amount) if amount else DEFAULTS[kind]
 
 
 def compare(
     *slugs: str, task: str | Sequence[str] | None = None, env: str | None = None, model: str | None = None, seeds: int = 3, budget: str = "tokens",
     out: Path | str = "runs/compare", settings: Mapping[str, Any] | None = None, jobs: int = 1,
-    done: Callable[[dict[str, Any]], None] | None = None, **options: Any,
+    progress: Callable[[float], None] | None = None, **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Train every method `seeds` times on every task and compare; writes comparison.json and report.html into `out`.
 
-    Every single result is stored as it ends (`out`/results/), so that a comparison that was stopped goes on where it was. A run that fails is
-    reported as failed, with its sentence, and does not end the others. Raises KeyError for an unknown method, ValueError for a bad budget.
+    Every single result is stored as it ends (`out`/results/), so that a comparison that was stopped goes on where it was; what failed, or was
+    trained with other arguments, is run again. A run that fails is reported as failed, with its sentence, and does not end the others.
+    `progress` is told how many runs are done, parts of running ones included. Raises KeyError for an unknown method, ValueError for a bad budget.
     """
-    from anypo.api import get_method
+    from anypo.api import get_method, parse_budget
 
     if not slugs:
         raise ValueError("name at least one method to compare")
@@ -54,25 +45,45 @@ def compare(
          "options": options, "folder": str(folder)}
         for t in tasks for seed in range(seeds) for slug in slugs
     ]  # fmt: skip
-    results = []
-    if jobs <= 1:
-        for job in jobs_list:
-            results.append(run_one(job))
-            if done:
-                done(results[-1])
-    else:
-        with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-            for result in pool.map(run_one, jobs_list):
-                results.append(result)
-                if done:
-                    done(result)
+    results: list[dict[str, Any]] = [{}] * len(jobs_list)
+    parts = [0.0] * len(jobs_list)
+    for number, part, result in _one_by_one(jobs_list) if jobs <= 1 else _side_by_side(jobs_list, jobs):
+        parts[number] = part
+        results[number] = result or {}
+        if progress:
+            progress(sum(parts))
     comparison = summarize(list(slugs), tasks, results, {"model": model, "budget": f"{amount:,} {kind}", "seeds": seeds, "env": env})
     write_compare_page(folder, comparison)
     return comparison
 
 
-def run_one(job: Mapping[str, Any]) -> dict[str, Any]:
-    """One method, task and seed: {slug, task, seed, x, y, final, metric, seconds, ...}, or {slug, task, seed, error}."""
+Progress = tuple[int, float, dict[str, Any] | None]  # number of the job, part of it that is done, its result at the end
+
+
+def _one_by_one(jobs: list[dict[str, Any]]) -> Iterator[Progress]:
+    for number, job in enumerate(jobs):
+        yield number, 1.0, run_one(job)
+
+
+def _side_by_side(jobs: list[dict[str, Any]], processes: int) -> Iterator[Progress]:
+    context = get_context("spawn")
+    with context.Manager() as manager, ProcessPoolExecutor(processes, mp_context=context) as pool:
+        news = manager.Queue()
+        running = {pool.submit(run_one, job, news, number): number for number, job in enumerate(jobs)}
+        while running:
+            ended, _ = wait(running, timeout=1, return_when=FIRST_COMPLETED)
+            while not news.empty():
+                number, part = news.get()
+                yield number, part, None
+            for future in ended:
+                yield running.pop(future), 1.0, future.result()
+
+
+def run_one(job: Mapping[str, Any], news: Any = None, number: int = 0) -> dict[str, Any]:
+    """One method, task and seed: {slug, task, seed, x, y, final, metric, seconds, ...}, or {slug, task, seed, error}.
+
+    `news`: a queue that is told (number, part done) after every step.
+    """
     import torch
 
     from anypo import api
@@ -81,20 +92,25 @@ def run_one(job: Mapping[str, Any]) -> dict[str, Any]:
         "/", "_"
     )
     path = Path(job["folder"]) / "results" / f"{name}.json"
+    arguments = api.run_arguments(
+        job["amount"], job["seed"], job["settings"], {}, job["task"], job["env"], job["model"], job["options"], job["kind"]
+    )
+    command = api.command(job["slug"], arguments)
     if path.exists():
-        return read_json(path)
+        stored = read_json(path)
+        if "error" not in stored and stored["command"] == command:
+            return stored
     torch.set_num_threads(1)
     identity = {"slug": job["slug"], "task": job["task"] or job["env"], "seed": job["seed"]}
     try:
-        result = identity | _train(job)
+        result = identity | _train(job, None if news is None else lambda part: news.put((number, part)))
     except Exception as error:  # one failing run must not end an unattended comparison; it is reported as failed
         result = identity | {"error": f"{type(error).__name__}: {error}"}
-    arguments = api.run_arguments(job["amount"], job["seed"], job["settings"], {}, job["task"], job["env"], job["model"], job["options"])
-    write_json_atomic(path, result | {"command": api.command(job["slug"], arguments)})
+    write_json_atomic(path, result | {"command": command})
     return read_json(path)
 
 
-def _train(job: Mapping[str, Any]) -> dict[str, Any]:
+def _train(job: Mapping[str, Any], told: Callable[[float], None] | None) -> dict[str, Any]:
     from anypo import api, loops
     from anypo.run import Run
 
@@ -102,14 +118,7 @@ def _train(job: Mapping[str, Any]) -> dict[str, Any]:
         job["slug"], task=job["task"], env=job["env"], model=job["model"], seed=job["seed"], settings=job["settings"], **job["options"]
     )
     by_steps = job["kind"] == "steps"
-    run = Run(
-        method,
-        policy,
-        task,
-        steps=job["amount"] if by_steps else MANY_STEPS,
-        seed=job["seed"],
-        max_actions=None if by_steps else job["amount"],
-    )
+    run = Run(method, policy, task, **api.limits(job["kind"], job["amount"]), seed=job["seed"])
     first = task.evaluate(run)
     metric = next(iter(first))
     curve = [(0.0, first[metric])]
@@ -117,6 +126,8 @@ def _train(job: Mapping[str, Any]) -> dict[str, Any]:
     def measure(record: dict[str, Any]) -> None:
         if run.progress >= len(curve) / POINTS:
             curve.append((float(run.step if by_steps else run.actions), task.evaluate(run)[metric]))
+        if told:
+            told(min(run.progress, 1.0))
 
     run.on_step.append(measure)
     before = api.sample_completions(run)
