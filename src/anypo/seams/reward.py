@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from jaxtyping import Float
+import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from anypo.batch import Batch
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from anypo.run import Run
 
 REFERENCES = ("solution", "completion", "answer")  # columns of a problem that may hold a worked solution, the fullest first
+ABSTAINING = r"\b(i (do not|don't|dont) know|i am not sure|i'm not sure|cannot be (answered|determined)|(unanswerable|not answerable))\b"
 CONTENT = re.compile(r"[^\W\d_]+|\d|[^\w\s]")  # words, single digits and signs
 
 
@@ -69,3 +71,21 @@ def with_agreement(
     agreement = reference_agreement(batch, measure).to(outcome)
     run.log(reference_agreement=float(agreement.double().mean()))
     return outcome + eta * agreement
+
+
+def abstained(batch: Batch, who: str) -> Bool[Tensor, " N"]:
+    """Which rows decline to answer: the signal `abstained` [N] where the task gives it, else by the words of the signal `completion`.
+
+    Raises ValueError, on behalf of the method `who`, when nothing tells.
+    """
+    if "abstained" in batch.signals:
+        return batch.signals["abstained"]
+    if "completion" in batch.signals:
+        return torch.tensor([bool(re.search(ABSTAINING, text.lower())) for text in batch.signals["completion"]], dtype=torch.bool)
+    raise ValueError(f"{who} cannot tell who abstained on this task; let its batches carry the signal 'abstained' or 'completion'")
+
+
+def objectives(batch: Batch) -> Float[Tensor, "N K"]:
+    """The batch's reward as [N,K]; a single or dense reward is one objective."""
+    assert batch.reward is not None
+    return batch.reward if batch.objectives else batch.outcome[:, None]

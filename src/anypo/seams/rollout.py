@@ -98,3 +98,19 @@ def _line_ends(batch: Batch, run: Run) -> Tensor:
     breaks = [token for token in torch.unique(batch.action[batch.mask]).tolist() if "\n" in decode(torch.tensor([token]))]
     broken = torch.isin(batch.action, torch.tensor(breaks, dtype=torch.int64)) & batch.mask
     return broken & ~torch.cat([broken[:, 1:], torch.zeros_like(broken[:, :1])], dim=1)
+
+
+def pruned(batch: Batch, tree: Int[Tensor, " N"], leaves: int | None, run: Run) -> Batch:
+    """At most `leaves` rows of each tree, drawn at random; None keeps all. Raises ValueError for fewer than 1."""
+    if leaves is None or leaves >= int(torch.unique(tree, return_counts=True)[1].max()):
+        return batch
+    if leaves < 1:
+        raise ValueError(f"rollout.leaves must be at least 1, not {leaves}")
+    rank = torch.rand(len(batch), generator=run.generator, dtype=torch.float64) + tree
+    order = rank.argsort()  # by tree, at random inside it
+    place = torch.arange(len(batch)) - torch.searchsorted(tree[order], tree[order])
+    kept = order[place < leaves].sort().values
+    renumbered = torch.full((len(batch),), -1).index_copy(0, kept, torch.arange(len(kept)))
+    assert batch.parent is not None
+    parent = torch.where(batch.parent >= 0, renumbered[batch.parent.clamp(min=0)], -1)  # -1 where the parent was pruned
+    return batch[kept].but(parent=parent[kept])

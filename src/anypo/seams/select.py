@@ -23,3 +23,11 @@ class UniformPrompts:
             raise ValueError(f"select.group_size must be at least 1, not {self.group_size}")
         drawn = task.prompts(self.prompts or task.prompts_per_step, run.rng)
         return [prompt.but(samples=self.group_size) for prompt in drawn]
+
+
+@dataclass
+class NoPrompts:
+    """Nothing to draw: the stage trains on a fixed set."""
+
+    def __call__(self, task: Task, run: Run) -> list[Prompt]:
+        return []

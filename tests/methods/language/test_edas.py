@@ -17,9 +17,6 @@ from anypo.methods.language.dapo import METHOD as DAPO
 from anypo.methods.language.edas import (
     METHOD,
     ErrorDiversity,
-    answer_keys,
-    answer_of,
-    canonical,
     clipped_shift,
     delta,
     ramp,
@@ -27,6 +24,7 @@ from anypo.methods.language.edas import (
 )
 from anypo.methods.language.grpo import METHOD as GRPO
 from anypo.run import Run
+from anypo.seams.answers import answer_keys, answer_of, canonical
 from anypo.seams.credit import GroupRelative
 from anypo.seams.groups import group_sum, standardize
 from tests.helpers import assert_resumes, assert_trains, trained

@@ -14,12 +14,12 @@ from anypo.domains.language.toys.gru_policy import GruPolicy
 from anypo.domains.language.toys.toy_arith import make_toy_arith
 from anypo.loops.on_policy import step, train
 from anypo.methods.language.sapo import METHOD, BoundaryValueLoss, SharedValueGAE, advantages, policy_loss, targets, value_loss, value_read
-from anypo.methods.language.steppo import steps_of
 from anypo.policy import MissingSignal, Signals
 from anypo.reproductions.common import CoinReward
 from anypo.run import Run
 from anypo.seams.objective import ClippedSurrogate
 from anypo.seams.regularize import ValueLoss
+from anypo.seams.steps import steps_of
 from tests.helpers import assert_continues, trained
 
 TRAJ = torch.tensor([0, 2, 0, 1, 0, 2, 0, 2])  # 4, 1 and 3 turns, mixed

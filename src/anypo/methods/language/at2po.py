@@ -19,14 +19,13 @@ from torch import Tensor
 from anypo.batch import Batch
 from anypo.method import Paper, Rollout
 from anypo.methods.language.grpo import METHOD as GRPO
-from anypo.methods.language.steppo import sum_by_step
-from anypo.methods.language.tree_grpo import pruned
 from anypo.policy import Loss, Signals
 from anypo.seams.groups import group_max, group_sum, standardize
 from anypo.seams.objective import clipped, log_ratio, ratio_metrics
 from anypo.seams.reward import weighted_sum
-from anypo.seams.rollout import OnPolicy, as_roots, continue_rows, step_starts, steps_of
+from anypo.seams.rollout import OnPolicy, as_roots, continue_rows, pruned, step_starts, steps_of
 from anypo.seams.select import UniformPrompts
+from anypo.seams.steps import sum_by_step
 from anypo.task import Prompt
 
 if TYPE_CHECKING:

@@ -27,6 +27,7 @@ from anypo.policy import Loss, Signals
 from anypo.seams.groups import group_mean, group_size, leave_one_out_mean
 from anypo.seams.objective import ClippedSurrogate, aggregate, clipped, ratio_metrics, token_ratio
 from anypo.seams.select import UniformPrompts
+from anypo.seams.steps import spread
 
 if TYPE_CHECKING:
     from anypo.run import Run
@@ -83,13 +84,6 @@ def _scaled(raw: Tensor, stratum: Tensor, group: Tensor, scale: str, eps: float)
         return raw
     square = group_mean(raw**2, group) if scale == "group" else group_mean((raw**2).flatten(), stratum).view_as(raw)
     return torch.where(square > 0, raw / (square.sqrt() + eps).clamp(min=torch.finfo(raw.dtype).tiny), torch.zeros_like(raw))
-
-
-def spread(block: Float[Tensor, "N K"], segment: Int[Tensor, "N T"], mask: Tensor) -> Float[Tensor, "N T"]:
-    """Equation 6: a block's advantage at each of its tokens; 0 outside the mask and at tokens of no block."""
-    count = block.shape[1]
-    inside = mask.bool() & (segment >= 0) & (segment < count)
-    return torch.where(inside, block.gather(1, segment.clamp(0, count - 1)), block.new_zeros(()))
 
 
 def loss(

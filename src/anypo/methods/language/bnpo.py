@@ -18,10 +18,10 @@ from torch import Tensor
 
 from anypo.batch import Batch
 from anypo.method import Paper
-from anypo.methods.language.gdpo import objectives
 from anypo.methods.language.grpo import METHOD as GRPO
 from anypo.seams.groups import broadcast, group_mean, group_size
 from anypo.seams.objective import ClippedSurrogate
+from anypo.seams.reward import objectives
 
 if TYPE_CHECKING:
     from anypo.run import Run

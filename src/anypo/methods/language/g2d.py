@@ -23,8 +23,9 @@ from anypo.policy import Loss, Signals
 from anypo.seams.credit import GroupRelative
 from anypo.seams.groups import group_mean, group_size
 from anypo.seams.regression import row_advantage, sequence_log_ratio
+from anypo.seams.select import NoPrompts
 from anypo.seams.update import GradientSteps
-from anypo.task import Prompt, Task
+from anypo.task import Prompt
 
 if TYPE_CHECKING:
     from anypo.run import Run
@@ -107,14 +108,6 @@ def compute(k: int, g: int, n: int, prompts: int, rollouts: int, pairs: int, cos
     """Equation 5: cost in rollout units of k GRPO steps (n prompts, g rollouts), the static set, and one pass of DPO over its pairs."""
     online, static, offline = k * g * n * (cost_rollout + cost_train), prompts * rollouts * cost_rollout, 2 * pairs * cost_train
     return Cost(online, static, offline, online + static + offline)
-
-
-@dataclass
-class NoPrompts:
-    """Nothing to draw: the stage trains on a fixed set."""
-
-    def __call__(self, task: Task, run: Run) -> list[Prompt]:
-        return []
 
 
 @dataclass

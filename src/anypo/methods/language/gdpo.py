@@ -20,6 +20,7 @@ from anypo.batch import Batch
 from anypo.method import Paper
 from anypo.methods.language.grpo import METHOD as GRPO
 from anypo.seams.groups import broadcast, standardize
+from anypo.seams.reward import objectives
 
 if TYPE_CHECKING:
     from anypo.run import Run
@@ -84,12 +85,6 @@ class DecoupledNormalization:
             raise ValueError(f"{len(weights)} weights for {reward.shape[1]} rewards; give one weight for each reward")
         total = advantages(reward, batch.group, weights, self.ddof, self.eps, self.batch_norm, self.conditions)
         return broadcast(total, batch.mask)
-
-
-def objectives(batch: Batch) -> Rewards:
-    """The batch's reward as [N,K]; a single or dense reward is one objective."""
-    assert batch.reward is not None
-    return batch.reward if batch.objectives else batch.outcome[:, None]
 
 
 METHOD = GRPO.but(

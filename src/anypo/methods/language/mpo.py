@@ -18,13 +18,13 @@ from torch import Tensor
 from anypo.batch import Batch
 from anypo.method import Paper
 from anypo.methods.control.ppo import METHOD as PPO
-from anypo.methods.language.steppo import Steps, returns_and_advantages, steps_of, sum_by_step
 from anypo.policy import Loss, Signals
 from anypo.seams.credit import dense_reward, gae, last_action
 from anypo.seams.groups import masked_mean
 from anypo.seams.objective import clipped, log_ratio, ratio_metrics
 from anypo.seams.regularize import ValueLoss
 from anypo.seams.select import UniformPrompts
+from anypo.seams.steps import Steps, returns_and_advantages, steps_of, sum_by_step
 from anypo.seams.update import GradientSteps
 
 if TYPE_CHECKING:

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from anypo.batch import Batch
 from anypo.method import Paper
-from anypo.methods.language.g2d import NoPrompts
 from anypo.methods.language.grpo import METHOD as GRPO
 from anypo.policy import Loss, Signals
 from anypo.seams.groups import broadcast, masked_mean
 from anypo.seams.objective import ClippedSurrogate, clipped, token_ratio
+from anypo.seams.select import NoPrompts
 from anypo.seams.update import GradientSteps
 from anypo.task import Prompt
 

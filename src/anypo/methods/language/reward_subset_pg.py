@@ -19,11 +19,11 @@ from torch import Tensor
 
 from anypo.batch import Batch
 from anypo.method import Paper
-from anypo.methods.language.bae import spread as spread_inside
 from anypo.methods.language.grpo import METHOD as GRPO
 from anypo.methods.language.rloo import SequenceReinforce, rloo_loss
 from anypo.seams.credit import dense_reward
 from anypo.seams.groups import group_mean, group_std, has_spread, leave_one_out_mean
+from anypo.seams.steps import spread as spread_inside
 
 if TYPE_CHECKING:
     from anypo.run import Run

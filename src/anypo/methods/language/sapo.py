@@ -22,7 +22,6 @@ from torch import Tensor
 from anypo.batch import Batch
 from anypo.method import Paper
 from anypo.methods.control.ppo import METHOD as PPO
-from anypo.methods.language.steppo import StepGAE, Steps, standardized, step_rewards, steps_of
 from anypo.policy import Loss, Signals
 from anypo.seams.credit import gae
 from anypo.seams.groups import masked_mean
@@ -30,6 +29,7 @@ from anypo.seams.objective import ClippedSurrogate, clipped, token_ratio
 from anypo.seams.regularize import EntropyBonus, KLPenalty
 from anypo.seams.regularize import value_loss as critic_loss
 from anypo.seams.select import UniformPrompts
+from anypo.seams.steps import StepGAE, Steps, standardized, step_rewards, steps_of
 from anypo.seams.update import GradientSteps
 
 if TYPE_CHECKING:

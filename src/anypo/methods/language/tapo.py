@@ -24,12 +24,12 @@ from torch import Tensor
 
 from anypo.batch import Batch
 from anypo.method import Paper
-from anypo.methods.language.bae import spread
 from anypo.methods.language.grpo import METHOD as GRPO
 from anypo.seams.groups import broadcast, standardize
 from anypo.seams.objective import ClippedSurrogate
 from anypo.seams.regularize import KLPenalty
 from anypo.seams.reward import weighted_sum
+from anypo.seams.steps import spread
 
 if TYPE_CHECKING:
     from anypo.run import Run

@@ -8,7 +8,6 @@ third-party implementation; what happens in groups without an attempt and the co
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,17 +17,16 @@ from torch import Tensor
 
 from anypo.batch import Batch
 from anypo.method import Paper
-from anypo.methods.language.edas import answer_keys
 from anypo.methods.language.grpo import METHOD as GRPO
+from anypo.seams.answers import answer_keys
 from anypo.seams.groups import broadcast, group_max, group_sum, standardize
 from anypo.seams.regularize import KLPenalty
-from anypo.seams.reward import weighted_sum
+from anypo.seams.reward import abstained, weighted_sum
 
 if TYPE_CHECKING:
     from anypo.run import Run
 
 Verdict = Int[Tensor, " N"]  # 1 correct, 0 abstained, -1 wrong
-ABSTAINING = r"\b(i (do not|don't|dont) know|i am not sure|i'm not sure|cannot be (answered|determined)|(unanswerable|not answerable))\b"
 
 
 class AbstentionMetrics(NamedTuple):
@@ -83,16 +81,11 @@ def verdicts(batch: Batch, run: Run, trust_labels: bool = True) -> Verdict:
     Where the signal `answerable` [N] says that there is no answer, abstaining is right (equation 1), unless the labels are not trusted.
     Raises ValueError when nothing tells who abstained.
     """
-    if "abstained" in batch.signals:
-        abstained = batch.signals["abstained"]
-    elif "completion" in batch.signals:
-        abstained = torch.tensor([bool(re.search(ABSTAINING, text.lower())) for text in batch.signals["completion"]])
-    else:
-        raise ValueError("tiar cannot tell who abstained on this task; let its batches carry the signal 'abstained' or 'completion'")
+    declined = abstained(batch, "tiar")
     right = weighted_sum(run.score_rewards(batch)) >= 0.5
-    verdict = torch.where(abstained, 0, torch.where(right, 1, -1))
+    verdict = torch.where(declined, 0, torch.where(right, 1, -1))
     if trust_labels and "answerable" in batch.signals:
-        verdict = torch.where(abstained & ~batch.signals["answerable"], 1, verdict)
+        verdict = torch.where(declined & ~batch.signals["answerable"], 1, verdict)
     return verdict
 
 

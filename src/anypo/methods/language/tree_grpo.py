@@ -23,7 +23,7 @@ from anypo.seams.groups import broadcast, group_size, standardize
 from anypo.seams.objective import ClippedSurrogate
 from anypo.seams.regularize import KLPenalty
 from anypo.seams.reward import weighted_sum
-from anypo.seams.rollout import OnPolicy, as_roots, continue_rows, step_starts, steps_of
+from anypo.seams.rollout import OnPolicy, as_roots, continue_rows, pruned, step_starts, steps_of
 from anypo.seams.select import UniformPrompts
 from anypo.task import Prompt
 
@@ -104,22 +104,6 @@ class TreeRollout:
         u = torch.rand(len(present), self.expansions, generator=run.generator, dtype=torch.float64)
         chosen = order[(first[:, None] + torch.minimum((u * counts[:, None]).long(), counts[:, None] - 1)).flatten()]
         return row[chosen], depth[chosen]
-
-
-def pruned(batch: Batch, tree: Number, leaves: int | None, run: Run) -> Batch:
-    """At most `leaves` rows of each tree, drawn at random; None keeps all. Raises ValueError for fewer than 1."""
-    if leaves is None or leaves >= int(torch.unique(tree, return_counts=True)[1].max()):
-        return batch
-    if leaves < 1:
-        raise ValueError(f"rollout.leaves must be at least 1, not {leaves}")
-    rank = torch.rand(len(batch), generator=run.generator, dtype=torch.float64) + tree
-    order = rank.argsort()  # by tree, at random inside it
-    place = torch.arange(len(batch)) - torch.searchsorted(tree[order], tree[order])
-    kept = order[place < leaves].sort().values
-    renumbered = torch.full((len(batch),), -1).index_copy(0, kept, torch.arange(len(kept)))
-    assert batch.parent is not None
-    parent = torch.where(batch.parent >= 0, renumbered[batch.parent.clamp(min=0)], -1)  # -1 where the parent was pruned
-    return batch[kept].but(parent=parent[kept])
 
 
 def own_nodes(batch: Batch, steps: Int[Tensor, "N T"]) -> Bool[Tensor, "N T"]:
