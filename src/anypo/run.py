@@ -129,7 +129,8 @@ class Run:
 
     def begin_step(self) -> Method:
         """The method of this step; at the first step of a stage its `prepare` components run."""
-        if (self._start_stage() or self.step == 0) and not self.state.get(f"prepared.{self._stage}"):
+        self._start_stage()
+        if not self.state.get(f"prepared.{self._stage}"):  # also after a resume at the very end of the stage before
             if any(n.startswith("ref_") for n in self.recipe.needs()):
                 self.named_policy("reference")
             for component in self.method.prepare:
@@ -292,7 +293,8 @@ class Run:
         for name, weights in state["policies"].items():
             self.named_policy(name).load_state_dict(weights)
         self._start_stage()
-        self._optimizer, self._pending_optimizer_state = None, state["optimizer"]
+        begun = self.state.get(f"prepared.{self._stage}")  # else the saved optimizer is that of the stage before
+        self._optimizer, self._pending_optimizer_state = None, state["optimizer"] if begun else None
         for path, component in self._stateful():
             component.load_state_dict(state["components"][path])
         if state["task"] is not None:

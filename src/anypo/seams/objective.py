@@ -17,7 +17,7 @@ from torch import Tensor
 
 from anypo.batch import Batch
 from anypo.policy import Gradient, Loss, Signals
-from anypo.seams.groups import masked_mean, whole
+from anypo.seams.groups import broadcast, masked_mean, whole
 
 if TYPE_CHECKING:
     from anypo.run import Run
@@ -145,6 +145,24 @@ class ClippedSurrogate:
             "approx_kl": float((ratio - 1 - np.log(ratio)).sum()) / count,
         }
         return Gradient(-float(value.sum()) / count, {"logp": slope}, metrics)
+
+
+def sequence_reinforce(logp: Float[Tensor, "N T"], mask: Tensor, advantages: Tensor) -> Tensor:
+    """REINFORCE, on-policy: minus the mean over non-empty rows of advantage times the row's log-prob. `advantages` [N] or [N,T] -> scalar."""
+    inside = torch.where(mask.bool(), logp, torch.zeros_like(logp))
+    weights = broadcast(advantages, mask) if advantages.dim() == 1 else torch.where(mask.bool(), advantages, torch.zeros_like(advantages))
+    return -(weights * inside).sum() / (mask.sum(1) > 0).sum().clamp(min=1)
+
+
+@dataclass
+class SequenceReinforce:
+    """Advantage-weighted log-probability of the whole response."""
+
+    needs = frozenset({"logp"})
+
+    def __call__(self, batch: Batch, new: Signals, run: Run) -> Loss:
+        assert batch.advantage is not None
+        return Loss(sequence_reinforce(new.logp, batch.counted, batch.advantage))
 
 
 def _like(bound: float | Tensor, ratio: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from anypo.batch import Batch

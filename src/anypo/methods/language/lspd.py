@@ -12,7 +12,7 @@ gets, the sharpened starting policy. Left out: the idealized optimistic objectiv
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -26,6 +26,7 @@ from anypo.seams.groups import masked_mean
 from anypo.seams.objective import ClippedSurrogate
 from anypo.seams.regularize import EntropyBonus
 from anypo.seams.rollout import OnPolicy
+from anypo.seams.teachers import Teacher
 from anypo.seams.update import GradientSteps
 from anypo.task import Prompt
 
@@ -74,12 +75,6 @@ def tree_gradient(theta: Float[Tensor, " A"], teacher_prob: Float[Tensor, " A"])
     divergence = (logp.exp() * (logp - target)).sum()
     ls_grad, kl_grad = (torch.autograd.grad(value, theta, retain_graph=True)[0] for value in (squared, divergence))
     return Gradients(ls_grad, kl_grad)
-
-
-class Teacher(Protocol):
-    """Log-probs [N,T] of a batch's own actions."""
-
-    def __call__(self, batch: Batch, run: Run) -> Tensor: ...
 
 
 @dataclass

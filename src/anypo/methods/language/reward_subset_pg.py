@@ -20,9 +20,9 @@ from torch import Tensor
 from anypo.batch import Batch
 from anypo.method import Paper
 from anypo.methods.language.grpo import METHOD as GRPO
-from anypo.methods.language.rloo import SequenceReinforce, rloo_loss
 from anypo.seams.credit import dense_reward
 from anypo.seams.groups import group_mean, group_std, has_spread, leave_one_out_mean
+from anypo.seams.objective import SequenceReinforce, sequence_reinforce
 from anypo.seams.steps import spread as spread_inside
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def partial_pg(
     """Equations 1-4, one column a step: loss = minus the mean over rows with a step of sum_t A_t logp_t. Advantages are constants."""
     total = returns(reward, mask, kind, k, segment).detach()
     advantage = step_advantages(total, mask, group, baseline, scale)
-    return PartialPG(total, advantage, rloo_loss(logp, mask, advantage))
+    return PartialPG(total, advantage, sequence_reinforce(logp, mask, advantage))
 
 
 def spread(turn_values: Float[Tensor, "N M"], segment: Int[Tensor, "N T"]) -> Spread:

@@ -9,16 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from anypo.batch import Batch
 from anypo.method import Paper
 from anypo.methods.language.grpo import METHOD as GRPO
-from anypo.policy import Loss, Signals
 from anypo.seams.groups import broadcast, leave_one_out_mean, masked_mean
-from anypo.seams.objective import log_ratio
+from anypo.seams.objective import SequenceReinforce, log_ratio, sequence_reinforce
 from anypo.seams.reward import weighted_sum
 
 if TYPE_CHECKING:
@@ -30,11 +28,7 @@ def rloo(reward: Float[Tensor, " N"], group: Int[Tensor, " N"]) -> Float[Tensor,
     return reward - leave_one_out_mean(reward, group)
 
 
-def rloo_loss(logp: Float[Tensor, "N T"], mask: Tensor, advantages: Tensor) -> Tensor:
-    """Equation 2, on-policy: minus the mean over non-empty rows of advantage times the row's log-prob. `advantages` [N] or [N,T] -> scalar."""
-    inside = torch.where(mask.bool(), logp, torch.zeros_like(logp))
-    weights = broadcast(advantages, mask) if advantages.dim() == 1 else torch.where(mask.bool(), advantages, torch.zeros_like(advantages))
-    return -(weights * inside).sum() / (mask.sum(1) > 0).sum().clamp(min=1)
+rloo_loss = sequence_reinforce  # equation 2
 
 
 @dataclass
@@ -58,17 +52,6 @@ class LeaveOneOut:
             reward = reward - self.beta * kl.to(reward)
             run.log(kl=float(masked_mean(kl, batch.mask.any(1))))
         return broadcast(rloo(reward, batch.group), batch.mask)
-
-
-@dataclass
-class SequenceReinforce:
-    """Advantage-weighted log-probability of the whole response."""
-
-    needs = frozenset({"logp"})
-
-    def __call__(self, batch: Batch, new: Signals, run: Run) -> Loss:
-        assert batch.advantage is not None
-        return Loss(rloo_loss(new.logp, batch.counted, batch.advantage))
 
 
 METHOD = GRPO.but(
