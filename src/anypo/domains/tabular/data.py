@@ -85,6 +85,16 @@ class PairData:
         return {name: float(values.mean()) for name, values in self.measure(run.policy).items()}
 
 
+def pairs_of(run: Run) -> PairData:
+    """The run's task. Raises ValueError when it is not of pairs."""
+    if not isinstance(run.task, PairData):
+        raise ValueError(
+            f"{run.method.name} learns from pairs (x, y), which the task '{run.task.name}' does not have; use gaussian_data, wine, breast_cancer or "
+            "pendulum_model"
+        )
+    return run.task
+
+
 def gaussian_data(points: int = 500, correlation: float = 0.8, ratio: float = 4.0, full: bool = True, seed: int = 0) -> PairData:
     """Vectors of two numbers from one Gaussian, nothing to condition on (x = 1): variances `ratio` and 1, a mean of (1,-1). The model is a mean and a
     covariance, full or diagonal. Raises ValueError for a correlation outside (-1,1) or a ratio that is not positive."""

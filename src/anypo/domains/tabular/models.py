@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from anypo.batch import Batch
+from anypo.domains.tabular.distance import mahalanobis, reward_table
 from anypo.domains.tabular.path_policy import perceptron
 from anypo.policy import Policy, Signals
 
@@ -52,31 +53,32 @@ class GaussianModel(Policy):
         return raw[:, :n], scale
 
     def log_prob(self, x: Float[Tensor, "N D"], y: Float[Tensor, "N n"]) -> Float[Tensor, " N"]:
-        mean, scale = self.parts(x)
-        white = torch.linalg.solve_triangular(scale, (y - mean)[..., None], upper=False)[..., 0]
-        return -0.5 * (white**2).sum(-1) - _log_diagonal(scale) - 0.5 * self.outputs * math.log(2 * math.pi)
+        return _gaussian_log_prob(*self.parts(x), y)
 
     def entropy(self, x: Float[Tensor, "N D"]) -> Float[Tensor, " N"]:
-        return _log_diagonal(self.parts(x)[1]) + 0.5 * self.outputs * math.log(2 * math.pi * math.e)
+        return _gaussian_entropy(self.parts(x)[1])
+
+    def expected_reward(self, x: Float[Tensor, "N D"], y: Float[Tensor, "N n"], matrix: Float[Tensor, "n n"]) -> Float[Tensor, " N"]:
+        """Mean over the model's guesses of their Mahalanobis reward, exactly: -(tr(U L L^T) + (mean - y)^T U (mean - y))."""
+        mean, scale = self.parts(x)
+        return mahalanobis(mean, y, matrix) - ((matrix @ scale) * scale).sum((-2, -1))
 
     @torch.no_grad()
     def draw(self, x: Float[Tensor, "N D"], generator: torch.Generator) -> Draw:
         mean, scale = self.parts(x)
         noise = torch.randn(mean.shape, generator=generator, dtype=mean.dtype)
         action = mean + (scale @ noise[..., None])[..., 0]
-        return Draw(action[:, None], self.log_prob(x, action)[:, None], noise[:, None])
+        return Draw(action[:, None], _gaussian_log_prob(mean, scale, action)[:, None], noise[:, None])
 
     def evaluate(self, batch: Batch, needs: Set[str]) -> Signals:
-        signals, x = Signals(), batch.context
-        if needs & {"mean", "scale", "sample"}:
-            mean, scale = self.parts(x)
-            signals["mean"], signals["scale"] = mean[:, None], scale[:, None]
+        mean, scale = self.parts(batch.context)
+        signals = Signals(mean=mean[:, None], scale=scale[:, None])
         if "sample" in needs:
             signals["sample"] = signals["mean"] + (signals["scale"] @ batch.signal("noise")[..., None])[..., 0]
         if "logp" in needs:
-            signals["logp"] = self.log_prob(x, batch.action[:, 0])[:, None]
+            signals["logp"] = _gaussian_log_prob(mean, scale, batch.action[:, 0])[:, None]
         if "entropy" in needs:
-            signals["entropy"] = self.entropy(x)[:, None]
+            signals["entropy"] = _gaussian_entropy(scale)[:, None]
         return Signals({name: signals[name] for name in needs})
 
 
@@ -103,6 +105,10 @@ class CategoricalModel(Policy):
         log_probs = self.log_probs(x)
         return -(log_probs.exp() * log_probs).sum(-1)
 
+    def expected_reward(self, x: Float[Tensor, "N D"], y: Int[Tensor, " N"], matrix: Float[Tensor, "C C"]) -> Float[Tensor, " N"]:
+        """Mean over the model's guesses of their Mahalanobis reward, exactly: p . R[:, y]."""
+        return (self.log_probs(x).exp() * reward_table(matrix).T[y]).sum(-1)
+
     @torch.no_grad()
     def draw(self, x: Float[Tensor, "N D"], generator: torch.Generator) -> Draw:
         log_probs = self.log_probs(x)
@@ -117,6 +123,15 @@ class CategoricalModel(Policy):
             "logits": log_probs[:, None],
         }
         return Signals({name: signals[name] for name in needs})
+
+
+def _gaussian_log_prob(mean: Float[Tensor, "N n"], scale: Float[Tensor, "N n n"], y: Float[Tensor, "N n"]) -> Float[Tensor, " N"]:
+    white = torch.linalg.solve_triangular(scale, (y - mean)[..., None], upper=False)[..., 0]
+    return -0.5 * (white**2).sum(-1) - _log_diagonal(scale) - 0.5 * y.shape[-1] * math.log(2 * math.pi)
+
+
+def _gaussian_entropy(scale: Float[Tensor, "N n n"]) -> Float[Tensor, " N"]:
+    return _log_diagonal(scale) + 0.5 * scale.shape[-1] * math.log(2 * math.pi * math.e)
 
 
 def _log_diagonal(scale: Float[Tensor, "... n n"]) -> Float[Tensor, ...]:

@@ -1,7 +1,7 @@
 """Claims of SubPO: gains telescope and diminish, coverage and item collection against the modular baseline, near-optimal sets, the exact gradient.
 
 200 paths a step and Adam with 0.01 on a network of two layers of 64 (0.1 on the bandit's table of logits), as the specification asks; grids of 10
-and 8, paths of 15 states. On the item grid the blocks lie around the start: with blocks two cells further out SubPO settles on two of the three
+and 8, paths of 15 states. On the item grid the blocks lie around the start: with blocks one cell further out SubPO settles on two of the three
 groups, of which a path that has collected two would have to give up one to learn of the third.
 """
 
