@@ -236,7 +236,9 @@ def run(seed: int = 0, episodes: int = 2000, updates: int = 20000, temperature: 
 
 STUDY = Study(
     name="planning_pg_q",
-    paper=Paper("Policy gradient versus Q-learning on graph planning", "2509.22613", 2025),
+    paper=Paper(
+        "Benefits and Pitfalls of Reinforcement Learning for Language Model Planning: A Theoretical Perspective", "2509.22613", 2025
+    ),
     domain="tabular",
     run=run,
     kind="theory",
