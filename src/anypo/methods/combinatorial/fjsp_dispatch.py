@@ -116,7 +116,7 @@ class SameInstanceGAE:
 
 METHOD = PPO.but(
     name="fjsp_dispatch",
-    paper=Paper("Event-based PPO dispatching for flexible job shops with random arrivals", "2605.22773", 2026),
+    paper=Paper("Deep Reinforcement Learning for Flexible Job Shop Scheduling with Random Job Arrivals", "2605.22773", 2026),
     domain="combinatorial",
     kind="system",
     task="shop:heterogeneous",

@@ -117,7 +117,7 @@ class KeepBest:
 
 METHOD = Method(
     name="hdpo",
-    paper=Paper("Neural inventory control in networks via hindsight differentiable policy optimization", "2306.11246", 2023),
+    paper=Paper("Deep Reinforcement Learning for Inventory Networks: Toward Reliable Policy Optimization", "2306.11246", 2023),
     domain="combinatorial",
     kind="system",
     task="inventory:one_store",

@@ -215,7 +215,9 @@ class TransformedSteps(GradientSteps):
 
 METHOD = PPO.but(
     name="rat",
-    paper=Paper("Randomized Advantage Transformation for natural policy gradients", "2605.18591", 2026),
+    paper=Paper(
+        "Randomized Advantage Transformation (RAT): Computing Natural Policy Gradients via Direct Backpropagation", "2605.18591", 2026
+    ),
     summary="natural gradients as policy gradients with transformed advantages, by block Kaczmarz steps over minibatches",
     credit=GAE(gamma=0.99, lam=0.95, normalize=False),
     objective=TransformedGradient(),

@@ -112,7 +112,7 @@ class RolloutAdaptation:
 
 METHOD = GRPO.but(
     name="adora",
-    paper=Paper("ADORA: Advantage Dynamics via Online Rollout Adaptation", "2602.10019", 2026),
+    paper=Paper("ADORA: Training Reasoning Models with Dynamic Advantage Estimation on Reinforcement Learning", "2602.10019", 2026),
     summary="a prompt's advantages are weighted by whether its fresh responses show that longer thinking pays",
     credit=RolloutAdaptation(),
 )

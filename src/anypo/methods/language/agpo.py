@@ -255,7 +255,7 @@ class TrackDrift:
 
 METHOD = GRPO.but(
     name="agpo",
-    paper=Paper("Adaptive Group Policy Optimization", "2605.20722", 2026),
+    paper=Paper("AGPO: Adaptive Group Policy Optimization with Dual Statistical Feedback", "2605.20722", 2026),
     summary="a probe group's statistics set each prompt's temperature and clip range",
     rollout=ProbeRollout(),
     credit=DispersionRelative(),

@@ -174,7 +174,7 @@ class BlockSurrogate:
 
 METHOD = GRPO.but(
     name="bae",
-    paper=Paper("Blockwise advantage estimation with outcome-conditioned baseline", "2602.10231", 2026),
+    paper=Paper("Blockwise Advantage Estimation for Multi-Objective RL with Verifiable Rewards", "2602.10231", 2026),
     summary="one advantage for each block of a response, relative to attempts with the same outcome before the block",
     select=UniformPrompts(group_size=16),
     credit=BlockwiseAdvantage(),

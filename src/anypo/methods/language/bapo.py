@@ -152,7 +152,7 @@ class StageSwitch:
 
 METHOD = GRPO.but(
     name="bapo",
-    paper=Paper("BAPO: boundary-aware policy optimization for agentic search", "2601.11037", 2026),
+    paper=Paper("BAPO: Boundary-Aware Policy Optimization for Reliable Agentic Search", "2601.11037", 2026),
     summary='"I don\'t know" earns a bonus where the whole group fails, suspended while that would be a shortcut',
     rollout=BoundaryResampling(),
     reward=BoundaryReward(),

@@ -210,7 +210,7 @@ class CurvatureSteps(GradientSteps):
 
 METHOD = GRPO.but(
     name="capo_curvature",
-    paper=Paper("CAPO: curvature-aware sample masking", "2510.00819", 2025),
+    paper=Paper("Stabilizing Policy Gradients for Sample-Efficient Reinforcement Learning in LLM Reasoning", "2510.00819", 2025),
     summary="tokens whose step, by a second-order model of the last layer, would move the policy too far are masked",
     objective=ClippedSurrogate(clip_low=0.2, clip_high=0.2, aggregation="token_mean"),
     update=CurvatureSteps(),

@@ -129,7 +129,7 @@ class TargetDistribution:
 
 METHOD = GRPO.but(
     name="dcpo",
-    paper=Paper("Distribution-Centric Policy Optimization Dominates the Exploration-Exploitation Trade-off"),
+    paper=Paper("Distribution-Centric Policy Optimization Dominates Exploration-Exploitation Trade-off", "2601.12730", 2026),
     summary="correct responses count under the old policy at another temperature too, which steers the entropy to a target",
     credit=TargetDistribution(),
     objective=ClippedSurrogate(clip_low=0.2, clip_high=0.2, aggregation="token_mean", dual_clip=3.0),

@@ -165,7 +165,7 @@ class DiscriminativeCredit:
 
 METHOD = DAPO.but(
     name="delta",
-    paper=Paper("DelTA: discriminative token credit assignment", "2605.21467", 2026),
+    paper=Paper("DelTA: Discriminative Token Credit Assignment for Reinforcement Learning from Verifiable Rewards", "2605.21467", 2026),
     summary="a token's advantage grows with how well its gradient direction tells good responses from bad ones",
     select=UniformPrompts(group_size=16),
     credit=DiscriminativeCredit(),

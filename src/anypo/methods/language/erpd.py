@@ -217,7 +217,7 @@ STUDENT = GRPO.but(
 )
 METHOD = TRAINED_TEACHER.but(
     name="erpd",
-    paper=Paper("ERPD: extreme region policy distillation", "2605.25582", 2026),
+    paper=Paper("Extreme Region Policy Distillation", "2605.25582", 2026),
     summary="a policy pushed far on fixed data teaches the starting one, which stays in a trust region",
     stages=(Stage(TRAINED_TEACHER, 0.5), Stage(STUDENT, 0.5)),
     base=GRPO,

@@ -124,7 +124,7 @@ class PivotShaping:
 
 METHOD = GRPO.but(
     name="erpo_entropy",
-    paper=Paper("ERPO: entropy-regulated policy optimization at decision pivots", "2603.28204", 2026),
+    paper=Paper("ERPO: Token-Level Entropy-Regulated Policy Optimization for Large Reasoning Models", "2603.28204", 2026),
     summary="advantages weighted up at tokens where the entropy has just risen, normalized by prompt and progress",
     credit=PivotShaping(),
     objective=ClippedSurrogate(clip_low=0.2, clip_high=0.28, aggregation="token_mean"),

@@ -222,7 +222,7 @@ class FilteredSurrogate:
 
 METHOD = GRPO.but(
     name="f_tis",
-    paper=Paper("F-TIS: Filtered Truncated Importance Sampling for heterogeneous decentralized training", "2605.22537", 2026),
+    paper=Paper("F-TIS: Harnessing Diverse Models in Collaborative GRPO", "2605.22537", 2026),
     summary="completions of other models are trained on with truncated token weights; bad ones that the model would never write are dropped",
     rollout=SwarmRollout(),
     objective=FilteredSurrogate(),

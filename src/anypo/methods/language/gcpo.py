@@ -169,7 +169,7 @@ class CalibratedDisagreement:
 
 METHOD = GRPO.but(
     name="gcpo",
-    paper=Paper("Why Semantic Entropy Fails", "2605.21801", 2026),
+    paper=Paper("Why Semantic Entropy Fails: Geometry-Aware and Calibrated Uncertainty for Policy Optimization", "2605.21801", 2026),
     summary="a group's advantages are damped by how far apart its responses lie where the rewards do not tell them apart",
     credit=CalibratedDisagreement(),
     objective=ClippedSurrogate(clip_low=0.2, clip_high=0.2, aggregation="token_mean"),

@@ -89,7 +89,7 @@ class DecoupledNormalization:
 
 METHOD = GRPO.but(
     name="gdpo",
-    paper=Paper("GDPO: Group reward-Decoupled Normalization Policy Optimization for Multi-reward RL", "2601.05242", 2026),
+    paper=Paper("GDPO: Group reward-Decoupled Normalization Policy Optimization for Multi-reward RL Optimization", "2601.05242", 2026),
     summary="several rewards are normalized one by one before they are added",
     credit=DecoupledNormalization(),
 )

@@ -120,7 +120,7 @@ class PairwisePreference:
 
 METHOD = GRPO.but(
     name="lambdapo",
-    paper=Paper("Lambda Policy Optimization", "2605.19416", 2026),
+    paper=Paper("LambdaPO: A Lambda Style Policy Optimization for Reasoning Language Models", "2605.19416", 2026),
     summary="sum of reward differences to every other response, attenuated by the policy's confidence in their order; density reward",
     reward=DensityReward(),
     credit=PairwisePreference(),

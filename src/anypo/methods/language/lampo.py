@@ -105,7 +105,7 @@ class PairwiseAdvantage:
 
 METHOD = GRPO.but(
     name="lampo",
-    paper=Paper("LamPO: Lambda-Style Policy Optimization", "2605.21235", 2026),
+    paper=Paper("LamPO: A Lambda Style Policy Optimization for Reasoning Language Models", "2605.21235", 2026),
     summary="reward gaps to every other response, weighted by how unsure the old policy is of the pair's order; ROUGE-L reward",
     reward=RougeReward(),
     credit=PairwiseAdvantage(),

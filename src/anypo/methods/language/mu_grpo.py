@@ -124,7 +124,7 @@ class VetoedSurrogate:
 
 METHOD = GRPO.but(
     name="mu_grpo",
-    paper=Paper("Mu-GRPO: stale staged GRPO, relaxed clipping, negative-advantage veto", "2605.17570", 2026),
+    paper=Paper("How Off-Policy Can GRPO Be? Mu-GRPO for Efficient LLM Reinforcement Learning", "2605.17570", 2026),
     summary="a few stages, each written by one frozen policy; a relaxed clip, and no push on what follows a drifted token of a bad response",
     rollout=StagedRollout(),
     objective=VetoedSurrogate(),

@@ -222,7 +222,7 @@ class OracleValue:
 
 METHOD = GRPO.but(
     name="oppo",
-    paper=Paper("OPPO: oracle-prompted policy optimization (Bayesian token credit)", "2605.21851", 2026),
+    paper=Paper("OPPO: Bayesian Value Recursion for Token-Level Credit Assignment in LLM Reasoning", "2605.21851", 2026),
     summary="a token's advantage is the change in the probability of success, from how much likelier the answer makes the token",
     credit=OracleValue(),
     objective=ClippedSurrogate(clip_low=0.2, clip_high=0.28, aggregation="token_mean"),

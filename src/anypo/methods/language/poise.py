@@ -169,7 +169,11 @@ def row_reward(batch: Batch, weights: tuple[float, ...] | None) -> Float[Tensor,
 
 METHOD = GRPO.but(
     name="poise",
-    paper=Paper("Policy Optimization with Internal State Value Estimation", "2605.07579", 2026),
+    paper=Paper(
+        "Your Language Model is Its Own Critic: Reinforcement Learning with Value Estimation from Actor's Internal States",
+        "2605.07579",
+        2026,
+    ),
     summary="a probe on the policy's own hidden states predicts each rollout's baseline from the prompt's other rollout",
     select=UniformPrompts(group_size=2),
     credit=CrossRolloutValue(),

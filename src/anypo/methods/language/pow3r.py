@@ -189,7 +189,7 @@ def rubric_of(batch: Batch) -> Rubric:
 
 METHOD = GRPO.but(
     name="pow3r",
-    paper=Paper("POW3R: policy-aware rubric rewards", "2605.20164", 2026),
+    paper=Paper("Not Every Rubric Teaches Equally: Policy-Aware Rubric Rewards for RLVR", "2605.20164", 2026),
     summary="rubric criteria are weighted by how well they tell the prompt's responses apart; categories keep their human mass",
     reward=RubricReward(),
     credit=PolicyAwareRubric(),

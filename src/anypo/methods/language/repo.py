@@ -243,7 +243,7 @@ class ReplaySurrogate:
 
 METHOD = GRPO.but(
     name="repo",
-    paper=Paper("RePO: Replay-Enhanced Policy Optimization"),
+    paper=Paper("RePO: Replay-Enhanced Policy Optimization", "2506.09340", 2025),
     summary="earlier responses of the prompt are replayed in a second surrogate, with advantages of their own",
     rollout=ReplayRollout(),
     credit=ReplayRelative(),

@@ -192,7 +192,7 @@ def row_weights(mask: Tensor, group: Int[Tensor, " N"], group_weight: str = "equ
 
 METHOD = GRPO.but(
     name="sgpo",
-    paper=Paper("Sorted Group Policy Optimization", "2606.08854", 2026),
+    paper=Paper("sGPO: Trading Inference FLOPs for Training Efficiency in RLVR", "2606.08854", 2026),
     summary="one profiling pass filters queries, sets each group's size to 1/success, and sorts training from easy to hard",
     select=SortedQueries(),
     objective=GroupWeighted(clip_low=0.2, clip_high=0.2, aggregation="seq_mean"),

@@ -230,7 +230,7 @@ def _parts(batch: Batch) -> dict[str, Tensor]:
 
 METHOD = GRPO.but(
     name="spo_single",
-    paper=Paper("Single-stream Policy Optimization", "2509.13232", 2026),
+    paper=Paper("Single-stream Policy Optimization", "2509.13232", 2025),
     summary="one response a prompt; a persistent, KL-adaptive estimate of the prompt's success replaces the group",
     select=PrioritizedPrompts(),
     credit=TrackedValue(),

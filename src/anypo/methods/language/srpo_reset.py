@@ -215,7 +215,7 @@ class SuffixRelative:
 
 METHOD = GRPO.but(
     name="srpo_reset",
-    paper=Paper("RRPO and SRPO: random-reset and self-reset policy optimization", "2605.25507", 2026),
+    paper=Paper("Credit Assignment with Resets in Language Model Reasoning", "2605.25507", 2026),
     summary="failed responses are cut at the step the policy itself calls wrong; new endings from there are compared with one another",
     select=UniformPrompts(group_size=8),
     rollout=ResetRollout(),

@@ -214,7 +214,7 @@ class MovingTeacher:
 
 METHOD = GRPO.but(
     name="srpo_routed",
-    paper=Paper("SRPO: Sample-Routed Policy Optimization", "2604.02288", 2026),
+    paper=Paper("Unifying Group-Relative and Self-Distillation Policy Optimization via Sample Routing", "2604.02288", 2026),
     summary="successes go to GRPO, failures with a correct sibling to the policy's own teacher, weighted by the teacher's sureness",
     credit=SampleRouted(),
     objective=ClippedSurrogate(clip_low=0.2, clip_high=0.28, aggregation="token_mean"),

@@ -189,7 +189,7 @@ class TraitAware:
 
 METHOD = GRPO.but(
     name="tapo",
-    paper=Paper("TAPO: trait-aware policy optimization for multi-trait essay scoring", "2605.25731", 2026),
+    paper=Paper("Trait-Aware Policy Optimization for Autoregressive Multi-Trait Essay Scoring", "2605.25731", 2026),
     summary="one advantage for the whole set of scores, and one for each trait at the tokens that write its score",
     reward=TraitRewards(),
     credit=TraitAware(),

@@ -116,7 +116,7 @@ class ScheduledCredit:
 
 METHOD = GRPO.but(
     name="temporal_credit",
-    paper=Paper("Temporal scheduling of token credit by trajectory percentile", "2605.25381", 2026),
+    paper=Paper("Not only where, But when: Temporal Scheduling for RLVR", "2605.25381", 2026),
     summary="trains the end of each response at first; the window grows backwards until it holds the whole response",
     credit=ScheduledCredit(),
 )

@@ -240,7 +240,7 @@ class SetAdvantage:
 
 METHOD = GRPO.but(
     name="vpo",
-    paper=Paper("VPO: vector policy optimization (sets of solutions for vector rewards)", "2605.22817", 2026),
+    paper=Paper("Vector Policy Optimization: Training for Diversity Improves Test-Time Search", "2605.22817", 2026),
     summary="a rollout is a set of answers, worth its best member's reward on average over random trade-offs of the rewards",
     rollout=SetRollout(),
     reward=SetReward(),

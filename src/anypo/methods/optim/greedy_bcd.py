@@ -299,7 +299,11 @@ def steps_to_gap(
 
 STUDY = Study(
     name="greedy_bcd",
-    paper=Paper("Let's Make Block Coordinate Descent Converge Faster", "1712.08859", 2022),
+    paper=Paper(
+        "Let's Make Block Coordinate Descent Converge Faster: Faster Greedy Rules, Message-Passing, Active-Set Complexity, and Superlinear Convergence",
+        "1712.08859",
+        2022,
+    ),
     domain="optim",
     run=run,
     kind="component",

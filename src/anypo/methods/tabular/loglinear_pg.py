@@ -182,7 +182,7 @@ def run(seed: int = 0, gamma: float = 0.9, tau: float = 0.3, lr: float = 0.5, st
 
 STUDY = Study(
     name="loglinear_pg",
-    paper=Paper("Entropy-regularized log-linear policy gradient: global linear convergence", "2605.24939", 2026),
+    paper=Paper("Global linear convergence of entropy-regularized softmax policy gradient beyond tabular MDPs", "2605.24939", 2026),
     domain="tabular",
     run=run,
     kind="theory",

@@ -263,7 +263,7 @@ class OuterStep:
 
 METHOD = Method(
     name="nll_to_po",
-    paper=Paper("From NLL to policy optimization: bilevel reward learning", "2510.07624", 2025),
+    paper=Paper("From Data to Rewards: a Bilevel Optimization Perspective on Maximum Likelihood Estimation", "2510.07624", 2025),
     domain="tabular",
     summary="likelihood as a policy gradient: a Mahalanobis reward tied to the entropy weight in closed form, or learned by implicit differentiation",
     task="gaussian_data",
