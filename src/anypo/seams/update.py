@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from anypo.batch import Batch
-from anypo.policy import Policy
+from anypo.policy import Loss, Policy
 
 if TYPE_CHECKING:
     from anypo.run import MethodLoss, Run
@@ -74,13 +74,17 @@ class GradientSteps:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for parameter in parameters:
             parameter.grad = None
-        loss = run.backward(part, loss_fn)
+        loss = self.backward(part, loss_fn, run)
         norm = float(clip_parameters(parameters, self.max_grad_norm))
         if not math.isfinite(norm):
             raise FloatingPointError("the gradient is not finite; lower the learning rate or check the reward and the objective")
         optimizer.step()
         run.advance_version()
         return {"loss": float(loss.value), **loss.metrics, "grad_norm": norm}
+
+    def backward(self, part: Batch, loss_fn: MethodLoss, run: Run) -> Loss:
+        """Add the gradient of the loss; a method that looks at the rows in other states, or several times, says how."""
+        return run.backward(part, loss_fn)
 
     def build(self, policy: Policy) -> torch.optim.Optimizer:
         return build_optimizer(policy, self.optimizer, self.learning_rate, self.weight_decay, {"value": self.value_learning_rate})

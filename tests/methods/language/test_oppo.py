@@ -207,7 +207,7 @@ def test_a_teacher_of_the_same_weights_is_the_self_oracle_and_one_of_other_token
     torch.testing.assert_close(teacher.base_logp, mine.base_logp, atol=1e-4, rtol=0)
     assert "policies" not in run.state and not run.policies
     run, batch = collected(ToyArith(small=True), GruPolicy(hidden=16))
-    with pytest.raises(ValueError, match="other tokens"):
+    with pytest.raises(ValueError, match="does not write the policy.s tokens"):
         AnswerInPrompt(teacher="builtin")(batch, run)
 
 

@@ -281,7 +281,9 @@ class AgentTask:
 
 
 def plain_tokens(policy: Any, text: str) -> list[int]:
-    """Tokens of a text in the middle of a conversation: no opening token, no template."""
+    """Tokens of a text in the middle of a conversation: no opening token, no template. A policy without a tokenizer encodes it itself."""
+    if not hasattr(policy, "tokenizer"):
+        return policy.encode(text).tolist()
     return list(policy.tokenizer(text, add_special_tokens=False).input_ids)
 
 

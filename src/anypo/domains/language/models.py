@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -42,6 +42,15 @@ def load_policy(model: str, *, dtype: str = "float32", **options: Any) -> Langua
     if size > LARGE and chosen == torch.float32:
         return_freed_memory()
     return LanguagePolicy(causal_lm.to(chosen), tokenizer, **options)
+
+
+def load_companion(model: str, learner: Any, role: str) -> LanguagePolicy:
+    """The named model, frozen, to stand beside a run's policy as its `role` ("explorer", ...). Raises ValueError when it does not write the learner's
+    tokens."""
+    found, tokenizer = load_policy(model).snapshot(), getattr(learner, "tokenizer", None)
+    if tokenizer is None or found.tokenizer.get_vocab() != tokenizer.get_vocab():
+        raise ValueError(f"the {role} '{model}' does not write the policy's tokens; take a model with the same tokenizer")
+    return cast(LanguagePolicy, found)
 
 
 def has_native_bfloat16() -> bool:

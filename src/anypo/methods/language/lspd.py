@@ -102,12 +102,9 @@ class ModelTeacher:
 
     def _load(self, student: Policy) -> Policy:
         """The model, frozen. Raises ValueError when it does not share the student's tokens."""
-        from anypo.domains.language.models import load_policy
+        from anypo.domains.language.models import load_companion
 
-        teacher, tokenizer = load_policy(self.model).snapshot(), getattr(student, "tokenizer", None)
-        if tokenizer is None or teacher.tokenizer.get_vocab() != tokenizer.get_vocab():
-            raise ValueError(f"the teacher '{self.model}' does not write the student's tokens; take a teacher with the same tokenizer")
-        return teacher
+        return load_companion(self.model, student, "teacher")
 
 
 @dataclass

@@ -26,7 +26,8 @@ from anypo.methods.language.grpo import METHOD as GRPO
 from anypo.seams.credit import last_action
 from anypo.seams.groups import group_mean
 from anypo.seams.objective import ClippedSurrogate
-from anypo.seams.reward import REFERENCES, weighted_sum
+from anypo.seams.reward import weighted_sum
+from anypo.seams.teachers import AnswerShown
 
 if TYPE_CHECKING:
     from anypo.run import Run
@@ -119,10 +120,9 @@ class Oracle(Protocol):
 
 
 @dataclass
-class AnswerInPrompt:
+class AnswerInPrompt(AnswerShown):
     """The policy itself reads the prompt with its answer and the prompt again (self-oracle), or a frozen stronger model does (teacher-oracle)."""
 
-    template: str = "{prompt}{answer};{prompt}"  # what the oracle reads; of a chat, in place of its last message
     teacher: str = ""  # name or path of a model with the policy's vocabulary; empty: the policy itself
     loaded: Any = field(default=None, init=False, repr=False, compare=False)
 
@@ -134,44 +134,12 @@ class AnswerInPrompt:
         mine = batch.logp if written_now(batch, run) else run.score(batch, {"logp"}).logp
         return Opinion(run.score(told, {"logp"}).logp, mine)
 
-    def contexts(self, batch: Batch, run: Run) -> list[Tensor]:
-        """Tokens of the prompts with their answers; where that leaves the response no room, of the prompt alone. Raises ValueError for a task that
-        has no text prompts with known answers."""
-        columns, limit = batch.signals.get("columns"), getattr(run.policy, "context_limit", None)
-        if columns is None or not isinstance(batch.context, list):
-            raise ValueError(
-                f"{run.method.name} shows the policy the answer, but '{run.task.name}' gives no text prompts with known answers"
-            )
-        prompts = batch.signals["prompt"] if "prompt" in batch.signals else [row.get("prompt") for row in columns]
-        read: dict[str, Tensor] = {}
-        found = []
-        for prompt, row, own in zip(prompts, columns, batch.context, strict=True):
-            answer = next((row[name] for name in reversed(REFERENCES) if row.get(name) is not None), None)
-            if answer is None or prompt is None:
-                raise ValueError(f"{run.method.name} needs the answer of every problem; give the rows a column 'answer' (or 'solution')")
-            told = self.told(prompt, answer)
-            key = repr(told)
-            if key not in read:
-                read[key] = run.policy.encode(told)
-            found.append(read[key] if limit is None or len(read[key]) + batch.horizon <= limit else own)
-        return found
-
-    def told(self, prompt: Any, answer: Any) -> Any:
-        """The prompt, text or messages, with its answer."""
-        if isinstance(prompt, str):
-            return self.template.format(prompt=prompt, answer=answer)
-        last = prompt[-1]
-        return [*prompt[:-1], {**last, "content": self.template.format(prompt=last["content"], answer=answer)}]
-
     def scorer(self, run: Run) -> Any:
         """The teacher, loaded once. Raises ValueError when its tokens are not the policy's."""
         if self.loaded is None:
-            from anypo.domains.language.models import load_policy  # transformers, which few runs of this method need
+            from anypo.domains.language.models import load_companion  # transformers, which few runs of this method need
 
-            self.loaded = load_policy(self.teacher).requires_grad_(False)
-        vocabularies = [getattr(policy, "tokenizer", None) for policy in (self.loaded, run.policy)]
-        if None in vocabularies or vocabularies[0].get_vocab() != vocabularies[1].get_vocab():  # type: ignore[union-attr]
-            raise ValueError(f"the teacher '{self.teacher}' has other tokens than the policy; take one with the same vocabulary")
+            self.loaded = load_companion(self.teacher, run.policy, "teacher")
         return self.loaded
 
 

@@ -12,7 +12,7 @@ likeliest tokens of a large vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -25,6 +25,7 @@ from anypo.policy import Loss, Signals
 from anypo.seams.credit import GroupRelative, group_relative
 from anypo.seams.groups import broadcast, group_min, masked_mean
 from anypo.seams.objective import ClippedSurrogate, clipped, token_ratio
+from anypo.seams.teachers import Demonstrated, SiblingInContext, divergence
 
 if TYPE_CHECKING:
     from anypo.run import Run
@@ -91,11 +92,6 @@ def distill(
     return Distillation(torch.where(chosen, kl, zero), torch.where(chosen, weight, zero))
 
 
-def divergence(first: Logits, second: Logits) -> Float[Tensor, "N T"]:
-    """KL(first || second) of distributions given by their log-probs."""
-    return (first.exp() * (first - second)).sum(-1)
-
-
 def loss(
     student_logits: Logits, teacher_logits: Logits, logp: Float[Tensor, "N T"], old_logp: Float[Tensor, "N T"], mask: Tensor,
     reward: Float[Tensor, " N"], group: Int[Tensor, " N"], kappa: float = 0.5, beta_w: float = 1.0, clip_low: float = 0.2,
@@ -110,37 +106,6 @@ def loss(
     return RoutedLoss(policy, term, policy + lam * term)
 
 
-class Teacher(Protocol):
-    """Logits [M,T,V] of the rows' own actions for one who has seen the rows `demo` [M]."""
-
-    def __call__(self, batch: Batch, rows: Tensor, demo: Tensor, run: Run) -> Tensor: ...
-
-    def can_show(self, batch: Batch, rows: Tensor, demo: Tensor, run: Run) -> Tensor: ...  # [M] bool
-
-
-@dataclass
-class SiblingInContext:
-    """The moving copy of the policy reads the prompt with the correct response, then the prompt again, and goes along the sampled response."""
-
-    def can_show(self, batch: Batch, rows: Tensor, demo: Tensor, run: Run) -> Tensor:
-        """Whether the longer context leaves room for the response. Raises ValueError for a policy that reads no text."""
-        if not isinstance(batch.context, list):
-            raise ValueError(
-                f"{run.method.name} shows a correct response in the prompt, which {type(run.policy).__name__} cannot read; take a language model"
-            )
-        limit = getattr(run.policy, "context_limit", None)
-        length = [len(c) + batch.horizon for c in self.contexts(batch, rows, demo)]
-        return torch.tensor([limit is None or n <= limit for n in length], dtype=torch.bool)
-
-    def contexts(self, batch: Batch, rows: Tensor, demo: Tensor) -> list[Tensor]:
-        """Prompt, correct response, prompt."""
-        pairs = zip(rows.tolist(), demo.tolist(), strict=True)
-        return [torch.cat([batch.context[right], batch.action[right][batch.attended[right]], batch.context[row]]) for row, right in pairs]
-
-    def __call__(self, batch: Batch, rows: Tensor, demo: Tensor, run: Run) -> Tensor:
-        return run.score(batch[rows].but(context=self.contexts(batch, rows, demo)), {"logits"}, "teacher").logits
-
-
 @dataclass
 class SampleRouted:
     """Advantages over the whole group for successes (and failures that nobody can teach), 0 for what is distilled.
@@ -152,7 +117,7 @@ class SampleRouted:
     fallback: str = "grpo"  # failures without a correct sibling: grpo, or drop
     route_all: bool = False  # distill every response that has a correct sibling, drop the others (SDPO)
     inner: Credit = field(default_factory=GroupRelative)
-    teacher: Teacher = field(default_factory=SiblingInContext)
+    teacher: Demonstrated = field(default_factory=SiblingInContext)
 
     needs = frozenset({"logits"})
     gives = frozenset({"distill", "teacher_logits"})
