@@ -11,6 +11,7 @@ BY_SIGNAL = {  # a signal that only one kind provides -> that kind
     "q_new": "anypo.domains.control.soft:SquashedGaussianActorCritic",
     "q_actor": "anypo.domains.control.deterministic:DeterministicActorCritic",
     "flow_velocity": "anypo.domains.diffusion.action_flow:FlowActionPolicy",
+    "mixture_logp": "anypo.methods.control.cfpi:ClosedFormPolicy",
     "denoising_chain": "anypo.domains.diffusion.action_diffusion:DiffusionActionPolicy",
 }
 
