@@ -10,7 +10,9 @@ from anypo.seams.credit import gae, whiten
 
 # Golden files that cover several rows, or a shared baseline without a row of its own: the modules to look in, in order.
 MODULES: dict[str, list[str]] = {
+    "dr_rpo": ["anypo.methods.tabular.dr_rpo", "anypo.domains.tabular.robust_mdp"],
     "gae_sac": ["anypo.methods.control.sac"],
+    "hpgd": ["anypo.methods.tabular.hpgd", "anypo.domains.tabular.leader"],
     "rloo_reinforce_pp": ["anypo.methods.language.rloo", "anypo.methods.language.reinforce_pp"],
 }
 

@@ -16,6 +16,9 @@ EPISODIC = (DEFAULT_TASK, ADVERSARIAL)
 MODULES = {
     "paths": ("coverage_grid", "items_grid", "information_grid", "sets_bandit"),
     "data": ("gaussian_data", "wine", "breast_cancer", "pendulum_model"),
+    "leader": ("incentive_rooms", "four_rooms"),
+    "robust_mdp": ("fail_state",),
+    "lock": ("combination_lock",),
 }  # modules of this domain with makers of tasks by name (`TASKS`)
 NAMES = (*EPISODIC, *(name for names in MODULES.values() for name in names))
 
@@ -48,7 +51,8 @@ def evaluate(model: str, task: str, *, k: tuple[int, ...] = (1,), seed: int = 0,
     policy, built = build(task, model, seed=seed, **options)
     if task not in EPISODIC:
         measured = built.measure(policy)  # type: ignore[attr-defined]
-        return {name: _interval(float(v.mean()), 1.96 * float(v.double().std()) / max(len(v), 1) ** 0.5) for name, v in measured.items()}
+        half = {name: 1.96 * float(v.double().std(correction=0)) / max(len(v) - 1, 1) ** 0.5 for name, v in measured.items()}
+        return {name: _interval(float(v.mean()), half[name]) for name, v in measured.items()}
     from anypo.domains.tabular.mdp import evaluate as evaluate_exactly
     from anypo.domains.tabular.mdp import from_start, optimum
 
