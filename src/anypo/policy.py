@@ -141,7 +141,9 @@ class Policy(nn.Module):
         for rows in self.chunks(kept):
             signals = self.evaluate(kept if torch.equal(rows, torch.arange(len(kept))) else kept[rows], needs)
             names = [k for k in gradients if signals[k].requires_grad]
-            torch.autograd.backward([signals[k] for k in names], [gradients[k][rows_left[rows]].to(signals[k]) for k in names])
+            # a signal over the prompt is as wide as the longest prompt of its piece
+            parts = [gradients[k][(rows_left[rows], *map(slice, signals[k].shape[1:]))].to(signals[k]) for k in names]
+            torch.autograd.backward([signals[k] for k in names], parts)
         return Loss(loss.value.detach(), loss.metrics)
 
 
@@ -150,8 +152,8 @@ def _assemble(parts: list[tuple[Tensor, Signals]], count: int) -> Signals:
         return parts[0][1]
     joined = Signals()
     for name, first in parts[0][1].items():
-        out = first.new_zeros((count, *first.shape[1:]))
+        out = first.new_zeros((count, *max(signals[name].shape[1:] for _, signals in parts)))
         for rows, signals in parts:
-            out[rows] = signals[name]
+            out[(rows, *map(slice, signals[name].shape[1:]))] = signals[name]
         joined[name] = out
     return joined

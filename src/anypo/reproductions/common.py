@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from anypo.batch import Batch
+from anypo.domains.language.toys.key_chain import ChainPolicy, KeyChain
 from anypo.domains.language.toys.token_bandit import TabularTokens, TokenBandit
 from anypo.loops.on_policy import step
 from anypo.method import Method
@@ -80,6 +81,18 @@ class CoinReward:
 
     def __call__(self, batch: Batch, run: Run) -> Tensor:
         return torch.bernoulli(torch.full((len(batch),), self.chance, dtype=torch.float64), generator=run.generator)
+
+
+def one_decision(prompts: int, steps: int, deciding: int) -> tuple[ChainPolicy, KeyChain]:
+    """Two of four actions are right at the deciding step, drawn uniformly; elsewhere any is, with probabilities 0.97, 0.01, 0.01, 0.01."""
+    right = torch.ones(prompts, steps, 4, dtype=torch.bool)
+    right[:, deciding, 2:] = False
+    task = KeyChain(right=right)
+    policy = task.policy()
+    with torch.no_grad():
+        policy.logits.copy_(torch.tensor([0.97, 0.01, 0.01, 0.01]).log().expand_as(policy.logits))
+        policy.logits[:, deciding] = 0
+    return policy, task
 
 
 BANDIT_STEP = 16.0  # SGD step for a loss averaged over the 16 prompts of token_bandit: 1 for each prompt

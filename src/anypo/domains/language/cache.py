@@ -56,6 +56,8 @@ class _Stepping:
 
     def logits(self, hidden: Float[Tensor, "n D"]) -> Float[Tensor, "n V"]:
         """float32 logits of the states that `step` gave; valid until the next call."""
+        if self.network.push is not None:
+            hidden = hidden + self.network.push.to(hidden)
         if self.decoder is None:
             return self.network.logits(hidden)
         found = self.decoder.head(hidden)

@@ -45,6 +45,7 @@ class Network:
         self.scale = float(getattr(self.config, "logit_scale", None) or 1 / (getattr(self.config, "logits_scaling", None) or 1.0))
         # transformers renamed the argument in 5.x.
         self.cache_argument = "cache" if "cache" in inspect.signature(self.body.forward).parameters else "past_key_values"
+        self.push: Tensor | None = None  # [D] added to the states that samples are drawn from
         self.checkpointing = False  # keep only the states between layers for the backward pass
         self._check_readout(model)
         self.direct = self._try_direct()

@@ -13,21 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
 from anypo.batch import Batch
 from anypo.domains.language import sampler
 from anypo.domains.language.logprobs import tempered_logits, token_logprobs
-from anypo.domains.language.network import Network, States
+from anypo.domains.language.network import Network, States, pad_right
 from anypo.domains.language.sampler import Samples
+from anypo.domains.language.steerable import Steerable
 from anypo.domains.language.tree import bins, row_lengths
 from anypo.policy import Loss, LossFunction, Policy, Signals
 
 LARGE = 50_000_000  # parameters; a larger model has the small learning rate and the small token budget
 
 
-class LanguagePolicy(Policy):
+class LanguagePolicy(Steerable, Policy):
     """A causal language model with its tokenizer, optionally a value head and LoRA adapters.
 
     Signals are [N,T] float32 and zero outside the positions named, unless said otherwise:
@@ -35,6 +36,8 @@ class LanguagePolicy(Policy):
     - `value` (where `valid`): of the state before the action; `action_value`: the same head after reading it. Both need `value_head=True`.
     - `hidden` [N,T,D] (where `valid`): the state after reading the action; with it comes `prompt_hidden` [N,D], after the prompt's last token.
     - `logits` [N,T,V] (where `mask`): tempered, so that their log-softmax holds `logp`. Large: only for methods that must see them.
+    - `prompt_logp` [N,L]: log-probs of the prompt's own tokens, untempered; with it comes `prompt_mask` [N,L], False for the first token, which
+      nothing predicts.
 
     The temperature of a row is `batch.signals["temperature"]` [N] where present, else the attribute `temperature`.
     """
@@ -73,7 +76,9 @@ class LanguagePolicy(Policy):
         if self.value_head is not None:
             nn.init.zeros_(self.value_head.weight)
             nn.init.zeros_(self.value_head.bias)
-        self.provides = frozenset({"logp", "entropy", "hidden", "logits"} | ({"value", "action_value"} if value_head else set()))
+        self.provides = frozenset(
+            {"logp", "entropy", "hidden", "logits", "prompt_logp"} | ({"value", "action_value"} if value_head else set())
+        )
         self.learning_rate = 1e-5 if self.is_large and not self.has_lora else 1e-4
 
     @property
@@ -107,6 +112,8 @@ class LanguagePolicy(Policy):
             signals["prompt_hidden"] = states.chosen[states.node.gather(1, ends)[:, 0]]
         if "logits" in needs:
             signals["logits"] = self._logits(batch, states, before)
+        if "prompt_logp" in needs:
+            signals["prompt_logp"], signals["prompt_mask"] = self._prompt_logprobs(batch, states)
         return signals
 
     def chunks(self, batch: Batch) -> Iterator[Tensor]:
@@ -177,6 +184,17 @@ class LanguagePolicy(Policy):
 
         return spread(logp), spread(entropy) if entropy is not None else None
 
+    def _prompt_logprobs(self, batch: Batch, states: States) -> tuple[Float[Tensor, "N L"], Bool[Tensor, "N L"]]:
+        """Log-probs of the prompts' tokens and where they exist. A token that several rows share is read once."""
+        prompts, mask = (x.to(states.node.device) for x in pad_right([prompt.cpu() for prompt in batch.context]))
+        mask[:, 0] = False
+        before = states.node[:, : prompts.shape[1] - 1][mask[:, 1:]]
+        distinct, where = torch.stack([before, prompts[mask]], dim=1).unique(dim=0, return_inverse=True)
+        hidden, weight = self.network.readout(states.final[distinct[:, 0]])
+        scale = hidden.new_full((len(distinct),), self.network.scale, dtype=torch.float32)
+        logp, _ = token_logprobs(hidden, weight, distinct[:, 1], scale, False, self._gradient_only)
+        return logp.new_zeros(mask.shape).masked_scatter(mask, logp[where]), mask
+
     def _logits(self, batch: Batch, states: States, before: Tensor) -> Float[Tensor, "N T V"]:
         mask = batch.mask.to(before.device)
         hidden, weight = self.network.readout(states.final[before[mask]])
@@ -211,6 +229,9 @@ class LanguagePolicy(Policy):
                     f"prompt {i} has {len(prompt)} tokens but the model's context holds {self.context_limit}; shorten the prompt"
                 )
             limits[i] = min(limits[i], room)
+        if self.push is not None and self.hidden_layer is not None:
+            raise ValueError("sampling can be steered at the last hidden states alone; leave the policy's hidden_layer at None")
+        self.network.push = self.push
         return sampler.sample(
             self.network,
             prompts,

@@ -23,16 +23,15 @@ from anypo.policy import Loss, Signals
 from anypo.seams.groups import group_max, group_sum, standardize
 from anypo.seams.objective import clipped, log_ratio, ratio_metrics
 from anypo.seams.reward import weighted_sum
-from anypo.seams.rollout import OnPolicy, as_roots, continue_rows, pruned, step_starts, steps_of
+from anypo.seams.rollout import OnPolicy, pruned, step_starts, steps_of
 from anypo.seams.select import UniformPrompts
 from anypo.seams.steps import sum_by_step
+from anypo.seams.trees import Forest, Nodes, PerNode, ancestry, as_chains, at_leaves, best_inner, branched, forest, fresh_nodes
 from anypo.task import Prompt
 
 if TYPE_CHECKING:
     from anypo.run import Run
 
-PerNode = Float[Tensor, " M"]
-Nodes = Int[Tensor, " M"]
 MODES = ("child_softmax", "child_mean", "leaf_mean")
 FORMS = ("node_value", "over_parent", "over_root", "over_both")
 PENALTY = 0.05  # of a node's score for every sibling
@@ -49,29 +48,12 @@ class TurnLoss(NamedTuple):
     loss: Tensor  # scalar, differentiable in logp
 
 
-def ancestry(parent: Nodes) -> tuple[Nodes, Nodes]:
-    """The root of every node and its depth (0 for roots, whose parent is -1)."""
-    root, depth = torch.arange(len(parent)), torch.zeros_like(parent)
-    while True:
-        above = parent[root]
-        inner = above >= 0
-        if not inner.any():
-            return root, depth
-        root, depth = torch.where(inner, above, root), depth + inner
-
-
 def expansion(parent: Nodes, node_entropy: PerNode, is_leaf: Tensor, beam: int) -> Expansion:
     """Equation 2: uncertainty minus a penalty for siblings (for a root: for its children beyond the first), and the `beam` best nodes of every
     tree that are no leaves, the earlier of equals first; from the top again where there are fewer."""
-    root, _ = ancestry(parent)
     children = torch.zeros_like(parent).index_add(0, parent[parent >= 0], torch.ones_like(parent[parent >= 0]))
     score = node_entropy - PENALTY * (children[torch.where(parent >= 0, parent, torch.arange(len(parent)))] - 1).clamp(min=0)
-    candidates = (~is_leaf.bool()).nonzero().flatten()
-    order = candidates[score[candidates].argsort(descending=True, stable=True)]
-    order = order[root[order].argsort(stable=True)]
-    _, counts = torch.unique(root[order], return_counts=True)
-    place = torch.arange(beam) % counts[:, None]
-    return Expansion(score, order[(counts.cumsum(0) - counts)[:, None] + place].flatten())
+    return Expansion(score, best_inner(score, parent, is_leaf, beam))
 
 
 def node_values(
@@ -155,48 +137,6 @@ def loss(
     return TurnLoss(torch.where(inside, ratio, 0.0), -by_row.mean())
 
 
-class Forest(NamedTuple):
-    """The trees of a batch, one a group. Nodes are numbered roots first, then in the order of their signal `node`."""
-
-    parent: Tensor  # [M] -1 for roots
-    entropy: Tensor  # [M] equation 1, 0 for roots
-    is_leaf: Tensor  # [M] bool
-    leaf: Tensor  # [N] the node in which each row ends, -1 for a row without actions
-    node: Tensor  # [N,T] owner of each action, -1 where there is none
-    row: Tensor  # [M] a row that runs through the node
-    depth: Tensor  # [M] its number of actions before the node's turn
-
-
-def forest(node: Int[Tensor, "N T"], logp: Float[Tensor, "N T"], mask: Tensor, group: Int[Tensor, " N"]) -> Forest:
-    """Trees from the rows' paths: rows that share turns share the numbers in `node` (-1 outside). Pruned turns leave no trace."""
-    groups, root_of = torch.unique(group, return_inverse=True)
-    present, found = torch.unique(node[node >= 0], return_inverse=True)
-    count, roots, width = len(groups) + len(present), len(groups), max(node.shape[1], 1)
-    own = torch.full_like(node, -1)
-    own[node >= 0] = found + roots
-    row, place = step_starts(own).nonzero(as_tuple=True)
-    here = own[row, place]
-    first = torch.ones_like(row, dtype=torch.bool)
-    first[1:] = row[1:] != row[:-1]
-    parent = torch.full((count,), -1).index_copy(0, here, torch.where(first, root_of[row], here.roll(1)))
-    last = torch.ones_like(first)
-    last[:-1] = first[1:]
-    leaf = torch.full_like(group, -1).index_copy(0, row[last], here[last])
-    where = torch.full((count,), node.numel()).scatter_reduce(0, here, row * width + place, "amin")
-    where[:roots] = torch.full((roots,), node.numel()).scatter_reduce(0, root_of, torch.arange(len(node)) * width, "amin")
-    written = mask.bool() & (own >= 0)
-    index = torch.where(written, own, -1)
-    entropy = -sum_by_step(logp, index, count) / sum_by_step(written.to(logp), index, count).clamp(min=1)
-    is_leaf = torch.zeros(count, dtype=torch.bool).index_fill(0, leaf[leaf >= 0], True)
-    return Forest(parent, entropy, is_leaf, leaf, own, where // width, where % width)
-
-
-def fresh_nodes(steps: Int[Tensor, "N T"], first: int = 0) -> Int[Tensor, "N T"]:
-    """A number from `first` on for every step of every row, -1 where there is none."""
-    width = int(steps.max()) + 1 if steps.numel() else 1
-    return torch.where(steps >= 0, first + torch.arange(len(steps))[:, None] * width + steps, -1)
-
-
 @dataclass
 class UncertainTurns:
     """The attempts at a prompt are one tree; in each round its most uncertain turns are drawn again and played on to the end.
@@ -212,8 +152,7 @@ class UncertainTurns:
     inner: Rollout = field(default_factory=OnPolicy)
 
     def __call__(self, prompts: list[Prompt], run: Run) -> Batch:
-        batch = as_roots(self.inner(prompts, run))
-        batch.signals["node"] = fresh_nodes(steps_of(batch, run, self.step_size))
+        batch = as_chains(self.inner(prompts, run), run, self.step_size)
         for _ in range(self.rounds):
             batch = self.grown(batch, run)
         batch.signals["node"] = torch.where(batch.attended, batch.signals["node"], -1)
@@ -228,14 +167,7 @@ class UncertainTurns:
         node = torch.where(batch.attended, batch.signals["node"], -1)
         trees = forest(node, batch.logp, batch.mask, batch.group)
         chosen = self.choose(trees, run)
-        rows, depth = trees.row[chosen], trees.depth[chosen]
-        branches = continue_rows(batch, rows, depth, run)
-        branches.signals["node"] = torch.full(branches.mask.shape, -1)
-        joined = Batch.concat([batch, branches])
-        steps, new = steps_of(joined, run, self.step_size)[len(batch) :], slice(len(batch), None)
-        shared = torch.arange(joined.horizon) < depth[:, None]
-        joined.signals["node"][new] = torch.where(shared, joined.signals["node"][rows], fresh_nodes(steps, int(node.max()) + 1))
-        return joined
+        return branched(batch, trees.row[chosen], trees.depth[chosen], run, self.step_size)
 
     def choose(self, trees: Forest, run: Run) -> Tensor:
         """Equation 2: [trees * beam] nodes."""
@@ -258,11 +190,7 @@ class TurnValue:
         reward = batch.outcome if batch.reward_is_dense else weighted_sum(batch.reward, self.weights)
         node = batch.signals.get("node")
         trees = forest(fresh_nodes(steps_of(batch, run)) if node is None else node, batch.logp, batch.mask, batch.group)
-        ends = trees.leaf >= 0
-        leaf_reward, rows = (
-            torch.zeros(len(trees.parent), dtype=reward.dtype).index_add(0, trees.leaf[ends], x[ends]) for x in (reward, reward * 0 + 1)
-        )
-        leaf_reward = leaf_reward / rows.clamp(min=1)
+        leaf_reward = at_leaves(trees, reward)
         return advantages(
             trees.parent, trees.entropy.to(reward), leaf_reward, trees.is_leaf, trees.node, batch.mask, self.mode, self.form, self.eps
         )
@@ -286,7 +214,7 @@ class TurnClip:
 
 METHOD = GRPO.but(
     name="at2po",
-    paper=Paper("AT2PO: Agentic Turn-based Policy Optimization via Tree Search", "", None),
+    paper=Paper("AT2PO: Agentic Turn-based Policy Optimization via Tree Search", "2601.04767", 2026),
     summary="uncertain turns are drawn again as branches of one tree; every turn has an advantage and a ratio of its own",
     select=UniformPrompts(group_size=10),
     rollout=UncertainTurns(),

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from anypo.batch import Batch
 from anypo.claims import Evidence, ablation, claim
-from anypo.domains.language.toys.key_chain import ChainPolicy, KeyChain, make_key_chain
+from anypo.domains.language.toys.key_chain import KeyChain, make_key_chain
 from anypo.loops.on_policy import step
 from anypo.method import Credit, Method, Rollout
 from anypo.methods.language.at2po import METHOD as AT2PO
 from anypo.methods.language.at2po import Forest, TurnValue, UncertainTurns, expansion, turn_log_ratio, turns_of
 from anypo.methods.language.grpo import METHOD as GRPO
-from anypo.reproductions.common import plain_sgd
+from anypo.reproductions.common import one_decision, plain_sgd
 from anypo.run import Run
 from anypo.seams.credit import GroupRelative
 from anypo.seams.rollout import OnPolicy
@@ -34,18 +34,6 @@ class RandomTurns(UncertainTurns):
     def choose(self, trees: Forest, run: Run) -> Tensor:
         lottery = 1e6 * torch.rand(len(trees.parent), generator=run.generator, dtype=torch.float64)  # far above the penalty for siblings
         return expansion(trees.parent, lottery, trees.is_leaf, self.beam).chosen
-
-
-def one_decision(prompts: int, steps: int, deciding: int) -> tuple[ChainPolicy, KeyChain]:
-    """Two of four actions are right at the deciding step, drawn uniformly; elsewhere any is, with probabilities 0.97, 0.01, 0.01, 0.01."""
-    right = torch.ones(prompts, steps, 4, dtype=torch.bool)
-    right[:, deciding, 2:] = False
-    task = KeyChain(right=right)
-    policy = task.policy()
-    with torch.no_grad():
-        policy.logits.copy_(torch.tensor([0.97, 0.01, 0.01, 0.01]).log().expand_as(policy.logits))
-        policy.logits[:, deciding] = 0
-    return policy, task
 
 
 def _finds(rollout: type[UncertainTurns]) -> float:

@@ -98,7 +98,8 @@ def test_policy_computes_what_it_is_asked_for_and_no_more():
     policy = GruPolicy(value_head=True)
     batch = forced_batch(policy, [("3+4=", "7"), ("3+4=", "17")])
     everything = policy.evaluate(batch, policy.provides)
-    assert set(everything) == {"logp", "entropy", "value", "logits", "hidden", "prompt_hidden"}
+    names = {"logp", "entropy", "value", "action_value", "logits", "hidden", "prompt_hidden", "prompt_logp", "prompt_mask"}
+    assert set(everything) == names
     assert everything.value.shape == everything.logp.shape == (2, 3)
     assert everything.hidden.shape == (2, 3, 64) and everything.prompt_hidden.shape == (2, 64)
     assert everything.logits.shape == (2, 3, policy.vocabulary)

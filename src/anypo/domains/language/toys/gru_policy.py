@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from anypo.batch import Batch
+from anypo.domains.language.steerable import Steerable
 from anypo.policy import Policy, Signals
 
 ALPHABET = "0123456789+=?;"
@@ -31,7 +32,7 @@ class Samples(NamedTuple):
     source: Tensor  # [N] int64: index of the prompt
 
 
-class GruPolicy(Policy):
+class GruPolicy(Steerable, Policy):
     """Character embedding, one GRU layer, a linear output, and a value head when asked for. Token 0 is the end token."""
 
     learning_rate = 5e-3
@@ -53,7 +54,7 @@ class GruPolicy(Policy):
         if self.value_head is not None:
             nn.init.zeros_(self.value_head.weight)
             nn.init.zeros_(self.value_head.bias)
-        provided = {"logp", "entropy", "logits", "hidden", "prompt_hidden"}
+        provided = {"logp", "entropy", "logits", "hidden", "prompt_hidden", "prompt_logp", "prompt_mask"}
         self.provides = frozenset(provided | {"value", "action_value"}) if value_head else frozenset(provided)
 
     def encode(self, text: str) -> Int[Tensor, " L"]:
@@ -78,6 +79,10 @@ class GruPolicy(Policy):
 
     def states(self, context: Sequence[Tensor], action: Int[Tensor, "N T"]) -> Float[Tensor, "N T+1 D"]:
         """The state before every action and, last, after all of them: one pass over prompt + completion, padded on the right."""
+        return self._read(context, action)[0]
+
+    def _read(self, context: Sequence[Tensor], action: Int[Tensor, "N T"]) -> tuple[Float[Tensor, "N T+1 D"], Float[Tensor, "N S D"]]:
+        """`states`, and the states of the whole pass, one after every token."""
         lengths = self._lengths(context)
         rows, horizon = action.shape
         tokens = action.new_zeros(rows, int(lengths.max()) + horizon)
@@ -86,7 +91,7 @@ class GruPolicy(Policy):
         tokens.scatter_(1, lengths[:, None] + torch.arange(horizon), action)
         states, _ = self.gru(self.embedding(tokens))
         where = lengths[:, None] - 1 + torch.arange(horizon + 1)
-        return states.gather(1, where[..., None].expand(-1, -1, states.shape[-1]))
+        return states.gather(1, where[..., None].expand(-1, -1, states.shape[-1])), states
 
     def evaluate(self, batch: Batch, needs: Set[str]) -> Signals:
         """Signals [N,T], `logits` [N,T,V], `hidden` [N,T,D] (the state after reading each action) and, with it, `prompt_hidden` [N,D] (after the
@@ -94,9 +99,10 @@ class GruPolicy(Policy):
 
         `value` belongs to the state before the action, `action_value` to the one after reading it (the same head).
         `logp`, `entropy` and `logits` are those of the tempered policy where the batch carries
-        the signal `temperature` [N].
+        the signal `temperature` [N]. `prompt_logp` [N,L]: the log-probs of the prompt's own tokens, untempered, and with it `prompt_mask` [N,L],
+        False for the first token, which nothing predicts.
         """
-        states = self.states(batch.context, batch.action)
+        states, passed = self._read(batch.context, batch.action)
         before = states[:, :-1]
         signals = Signals()
         if needs & {"logp", "entropy", "logits"}:
@@ -118,11 +124,21 @@ class GruPolicy(Policy):
         if "action_value" in needs:
             assert self.value_head is not None
             signals["action_value"] = self.value_head(states[:, 1:])[..., 0]
+        if needs & {"prompt_logp", "prompt_mask"}:
+            signals["prompt_logp"], signals["prompt_mask"] = self._prompt_logp(batch.context, passed)
         if "hidden" in needs:
             signals["hidden"] = states[:, 1:]
         if needs & {"hidden", "prompt_hidden"}:
             signals["prompt_hidden"] = states[:, 0]
         return signals
+
+    def _prompt_logp(self, context: Sequence[Tensor], passed: Float[Tensor, "N S D"]) -> tuple[Tensor, Tensor]:
+        prompt = nn.utils.rnn.pad_sequence(list(context), batch_first=True)
+        place = torch.arange(prompt.shape[1])
+        mask = (place > 0) & (place < self._lengths(context)[:, None])
+        table = self.output(passed[:, : prompt.shape[1] - 1]).log_softmax(-1)
+        logp = nn.functional.pad(table.gather(-1, prompt[:, 1:, None])[..., 0], (1, 0))
+        return torch.where(mask, logp, torch.zeros_like(logp)), mask
 
     @torch.no_grad()
     def sample(
@@ -161,7 +177,7 @@ class GruPolicy(Policy):
             active = ~finished & (t < limit)
             if not active.any():
                 break
-            log_probs = (self.output(state[0]) / scale[:, None]).log_softmax(-1)
+            log_probs = (self.output(self.pushed(state[0])) / scale[:, None]).log_softmax(-1)
             chosen = log_probs.argmax(-1) if greedy else torch.multinomial(log_probs.exp(), 1, generator=generator)[:, 0]
             chosen = torch.where(active, chosen, torch.zeros_like(chosen))
             tokens[:, t], valid[:, t] = chosen, active

@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from anypo.batch import Batch
+from anypo.domains.language.steerable import Steerable
 from anypo.policy import Policy, Signals
 from anypo.run import Run
 from anypo.task import Prompt
@@ -24,7 +25,7 @@ from anypo.task import Prompt
 ENUMERATION_LIMIT = 300_000  # strings
 
 
-class TabularTokens(Policy):
+class TabularTokens(Steerable, Policy):
     """A softmax table over tokens: logits [P,T,V], or [P,T,V+1,V] when each token sees the one before it (index V = start)."""
 
     provides = frozenset({"logp", "entropy", "logits", "value", "hidden"})
@@ -92,14 +93,14 @@ class TabularTokens(Policy):
             action[:, :done] = prefix
         scale = torch.ones(rows, dtype=torch.float64) if temperature is None else temperature
         if not self.autoregressive:
-            probabilities = (self.logits[prompt, done:] / scale[:, None, None]).softmax(-1)
+            probabilities = (self.pushed(self.logits[prompt, done:]) / scale[:, None, None]).softmax(-1)
             if probabilities.numel():
                 action[:, done:] = torch.multinomial(probabilities.flatten(0, 1), 1, generator=generator).view(rows, -1)
         else:
             for t in range(done, self.horizon):
-                logits = self.action_logits(prompt, action)[:, t] / scale[:, None]
+                logits = self.pushed(self.action_logits(prompt, action)[:, t]) / scale[:, None]
                 action[:, t] = torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
-        log_probs = (self.action_logits(prompt, action) / scale[:, None, None]).log_softmax(-1)
+        log_probs = (self.pushed(self.action_logits(prompt, action)) / scale[:, None, None]).log_softmax(-1)
         logp = log_probs.gather(-1, action[..., None])[..., 0]
         return action, logp, -(log_probs.exp() * log_probs).sum(-1)
 
