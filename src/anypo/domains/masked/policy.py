@@ -191,7 +191,7 @@ class MaskedPolicy(Policy):
             (folder / "config.json").write_text(json.dumps(described, indent=1))
 
 
-def _spread(values: Float[Tensor, "K *V"], mask: Tensor) -> Tensor:
+def _spread(values: Float[Tensor, "K ..."], mask: Tensor) -> Tensor:
     """The values of the masked positions at their places in [N,T,...], 0 elsewhere."""
     out = values.new_zeros((*mask.shape, *values.shape[1:]))
     return out.masked_scatter(mask.view(*mask.shape, *[1] * (values.dim() - 1)).expand_as(out), values)
