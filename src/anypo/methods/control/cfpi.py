@@ -242,7 +242,7 @@ class RecordedTarget:
 
 METHOD = Method(
     name="cfpi",
-    paper=Paper("CFPI: closed-form policy improvement operators", "2211.15956", 2022),
+    paper=Paper("Offline Reinforcement Learning with Closed-Form Policy Improvement Operators", "2211.15956", 2022),
     domain="control",
     summary="no policy optimization: a mixture of the recorded actions is shifted along the critic's gradient in closed form",
     prepare=(FitMixture(), Operator()),

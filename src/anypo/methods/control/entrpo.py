@@ -146,7 +146,7 @@ class ReplayedTrustRegionStep(TrustRegionStep):
 
 METHOD = TRPO.but(
     name="entrpo",
-    paper=Paper("EnTRPO: TRPO with replay and entropy advantage", "2110.13373", 2021),
+    paper=Paper("EnTRPO: Trust Region Policy Optimization Method with Entropy Regularization", "2110.13373", 2021),
     summary="TRPO with the policy's entropy in the advantage and a replay buffer of recent batches behind every step",
     credit=EntropyAdvantage(),
     objective=ReplaySurrogate(),

@@ -231,7 +231,7 @@ class TrajectoryBalance:
 
 METHOD = GRPO.but(
     name="disa",
-    paper=Paper("DISA: decoupled importance-sampled anchoring (frozen partition function)", "2605.17295", 2026),
+    paper=Paper("DISA: Offline Importance Sampling for Distribution-Matching LLM-RL", "2605.17295", 2026),
     summary="trajectory balance toward all rewarded modes, with a partition function estimated offline by importance sampling and frozen",
     prepare=(OfflinePartition(),),
     select=AnchoredPrompts(),

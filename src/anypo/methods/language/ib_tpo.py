@@ -178,7 +178,7 @@ class IBCredit:
 
 METHOD = GRPO.but(
     name="ib_tpo",
-    paper=Paper("IB-TPO: information-bottleneck tree policy optimization", "2605.28109", 2026),
+    paper=Paper("Long Live The Balance: Information Bottleneck Driven Tree-based Policy Optimization", "2605.28109", 2026),
     summary="trees grow at the steps with the best information-bottleneck score; the step's score joins its advantage",
     select=UniformPrompts(group_size=4),
     rollout=IBTree(),

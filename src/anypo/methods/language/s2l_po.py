@@ -141,7 +141,7 @@ class SmallToLarge:
 
 METHOD = GRPO.but(
     name="s2l_po",
-    paper=Paper("S2L-PO: small-to-large policy optimization", "2605.30789", 2026),
+    paper=Paper("Smaller Models are Natural Explorers for Policy-Level Diversity in GRPO", "2605.30789", 2026),
     summary="a frozen small model writes a part of every group, which falls from all to none by half of the run",
     select=UniformPrompts(group_size=16),
     rollout=SmallToLarge(),

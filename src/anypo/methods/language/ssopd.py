@@ -181,7 +181,7 @@ class WitnessDistillation:
 
 METHOD = GRPO.but(
     name="ssopd",
-    paper=Paper("SSOPD: self-supervised on-policy distillation", "2605.17497", 2026),
+    paper=Paper("Self-Supervised On-Policy Distillation for Reasoning Language Models", "2605.17497", 2026),
     summary="the policy that reads a group's shortest correct completion teaches itself along the group's longest wrong one",
     credit=WitnessCredit(),
     regularize=(WitnessDistillation(),),

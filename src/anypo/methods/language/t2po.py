@@ -200,7 +200,7 @@ class EpisodeAndTurns:
 
 METHOD = GRPO.but(
     name="t2po",
-    paper=Paper("T2PO: token- and turn-level exploration control", "2605.02178", 2026),
+    paper=Paper("T2PO: Uncertainty-Guided Exploration Control for Stable Multi-Turn Agentic Reinforcement Learning", "2605.02178", 2026),
     summary="thinking whose uncertainty went flat is ended by force, and turns as uncertain as the one before are drawn again",
     rollout=SteeredTurns(),
     credit=EpisodeAndTurns(),

@@ -234,7 +234,7 @@ class BehaviourReward:
 
 METHOD = GRPO.but(
     name="vspo",
-    paper=Paper("VSPO: vector-steered policy optimization", "2605.15604", 2026),
+    paper=Paper("VSPO: Vector-Steered Policy Optimization for Behavioral Control", "2605.15604", 2026),
     summary="groups are written under a steering vector at several intensities; the unsteered policy learns from them",
     prepare=(SteeringVector(),),
     rollout=SteeredRollout(),

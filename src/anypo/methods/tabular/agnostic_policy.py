@@ -203,7 +203,7 @@ def run(seed: int = 0, horizon: int = 6, states: int = 4, episodes: int = 300) -
 
 STUDY = Study(
     name="agnostic_policy",
-    paper=Paper("Agnostic policy learning: coverage and access", "2506.01884", 2025),
+    paper=Paper("Agnostic Reinforcement Learning: Foundations and Algorithms", "2506.01884", 2025),
     domain="tabular",
     run=run,
     kind="theory",

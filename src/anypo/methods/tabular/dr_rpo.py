@@ -206,7 +206,9 @@ def mirror_settings(run: Run) -> tuple[float, float]:
 
 METHOD = Method(
     name="dr_rpo",
-    paper=Paper("Distributionally Robust Regularized Policy Optimization", "2510.14246", 2025),
+    paper=Paper(
+        "Policy Regularized Distributionally Robust Markov Decision Processes with Linear Function Approximation", "2510.14246", 2025
+    ),
     domain="tabular",
     summary="optimistic policy optimization against the worst transitions near the training model, with a KL to a reference",
     task="fail_state",

@@ -216,7 +216,7 @@ class TruncatedSteps(GradientSteps):
 
 METHOD = Method(
     name="hpgd",
-    paper=Paper("Hyper policy gradient descent for contextual bilevel reinforcement learning", "2406.01575", 2024),
+    paper=Paper("Contextual Bilevel Reinforcement Learning for Incentive Alignment", "2406.01575", 2024),
     domain="tabular",
     summary="a leader's gradient through the follower's entropy-regularized best response, from the follower's trajectories alone",
     task="incentive_rooms",

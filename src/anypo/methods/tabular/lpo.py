@@ -294,7 +294,7 @@ class InnerNaturalSteps:
 
 METHOD = Method(
     name="lpo",
-    paper=Paper("Low-switching policy optimization with general function approximation", "2306.09554", 2023),
+    paper=Paper("Low-Switching Policy Gradient with Exploration via Online Sensitivity Sampling", "2306.09554", 2023),
     domain="tabular",
     summary="exploration by the critic's width on a small kept subset of the data; bonus and policy change only when the subset grows",
     task="combination_lock",
