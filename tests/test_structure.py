@@ -64,6 +64,29 @@ def test_methods_import_only_their_own_domain():
     assert not wrong
 
 
+BASELINES = {"trpo", "sac", "spo_simple", "adam8bit"}  # rows whose parts others take up without being built on them
+
+
+def lineage(method) -> set[str]:
+    """Names of the methods that a method was made from."""
+    found = set()
+    while (method := getattr(method, "base", None)) is not None:
+        found.add(method.name.split(".")[0])
+    return found
+
+
+def test_methods_take_parts_from_seams_and_not_from_one_another():
+    """Deleting a method breaks what was built on it and nothing else."""
+    wrong = []
+    for path in (ROOT / "methods").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("anypo.methods.") and path.stem != "__init__":
+                other = node.module.split(".")[-1]
+                if other not in BASELINES | lineage(catalogue.get(path.stem)):
+                    wrong.append((path.stem, other))
+    assert not wrong
+
+
 def test_the_catalogue_is_up_to_date():
     assert catalogue.FILE.read_text() == catalogue.generate(), "run `python -m anypo.catalogue`"
 

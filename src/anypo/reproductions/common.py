@@ -95,6 +95,18 @@ def one_decision(prompts: int, steps: int, deciding: int) -> tuple[ChainPolicy, 
     return policy, task
 
 
+def hard_chain(seed: int) -> tuple[ChainPolicy, KeyChain, Tensor]:
+    """Chains of 16 steps for 8 prompts, of which 4 steps a prompt succeed with probability 0.3 and the others with 0.98; the task's policy, and the
+    success of every step [8,16]."""
+    task = KeyChain(8, 16, seed=seed)
+    hard = torch.rand(8, 16, generator=torch.Generator().manual_seed(seed + 50)).argsort(1) < 4
+    p = torch.where(hard, 0.3, 0.98).double()
+    policy = task.policy(bias=0.0, scale=0.0)
+    with torch.no_grad():
+        policy.logits.copy_(task.right * torch.log(3 * p / (1 - p))[..., None])
+    return policy, task, p
+
+
 BANDIT_STEP = 16.0  # SGD step for a loss averaged over the 16 prompts of token_bandit: 1 for each prompt
 
 

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from anypo.batch import Batch
 from anypo.domains.language.agents import plain_tokens
+from anypo.domains.language.review import AskPolicy
 from anypo.method import Paper
 from anypo.methods.language.grpo import METHOD as GRPO
-from anypo.methods.language.srpo_reset import AskPolicy
 from anypo.policy import Loss, Signals
 from anypo.seams.groups import broadcast, group_mean, group_sum
 from anypo.seams.regression import regression_error, row_advantage, sequence_log_ratio

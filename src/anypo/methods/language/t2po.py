@@ -21,10 +21,10 @@ from anypo.batch import Batch
 from anypo.domains.language.steering import SteeredPolicy
 from anypo.method import Paper
 from anypo.methods.language.grpo import METHOD as GRPO
-from anypo.methods.language.hgpo import depth_advantages, returns, state_ids
 from anypo.seams.credit import group_relative
 from anypo.seams.groups import broadcast
 from anypo.seams.reward import weighted_sum
+from anypo.seams.states import depth_advantages, returns, state_ids
 from anypo.task import Prompt
 
 if TYPE_CHECKING:

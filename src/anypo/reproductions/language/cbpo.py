@@ -19,8 +19,7 @@ from anypo.loops.on_policy import step
 from anypo.methods.language.cbpo import METHOD as CBPO
 from anypo.methods.language.cbpo import BranchAllocation, ContrastiveCredit, allocate, cbv, rescaled
 from anypo.methods.language.grpo import METHOD as GRPO
-from anypo.reproductions.common import plain_sgd
-from anypo.reproductions.language.srpo_reset import hard_chain
+from anypo.reproductions.common import hard_chain, plain_sgd
 from anypo.run import Run
 from anypo.seams.rollout import as_roots, continue_rows
 

@@ -13,29 +13,16 @@ from torch import Tensor
 
 from anypo.batch import Batch
 from anypo.claims import Evidence, ablation, claim
-from anypo.domains.language.toys.key_chain import ChainPolicy, KeyChain
 from anypo.loops.on_policy import step
 from anypo.method import Method
 from anypo.methods.language.grpo import METHOD as GRPO
 from anypo.methods.language.srpo_reset import METHOD as SRPO
 from anypo.methods.language.srpo_reset import ResetRollout, cpi, suffix_signal
-from anypo.reproductions.common import plain_sgd
+from anypo.reproductions.common import hard_chain, plain_sgd
 from anypo.run import Run
 
 STEPS, PROMPTS, GROUP = 16, 8, 8
 BUDGET = 120_000  # sampled actions
-EASY, HARD, HARD_STEPS = 0.98, 0.3, 4
-
-
-def hard_chain(seed: int) -> tuple[ChainPolicy, KeyChain, Tensor]:
-    """The problem, its policy, and the success of every step [8,16]."""
-    task = KeyChain(PROMPTS, STEPS, seed=seed)
-    hard = torch.rand(PROMPTS, STEPS, generator=torch.Generator().manual_seed(seed + 50)).argsort(1) < HARD_STEPS
-    p = torch.where(hard, HARD, EASY).double()
-    policy = task.policy(bias=0.0, scale=0.0)
-    with torch.no_grad():
-        policy.logits.copy_(task.right * torch.log(3 * p / (1 - p))[..., None])
-    return policy, task, p
 
 
 @dataclass
