@@ -31,6 +31,13 @@ class Trajectories(NamedTuple):
     cost: NDArray[np.float32] | None  # [N,T]
 
 
+class Beginning(NamedTuple):
+    """How N episodes begin: row i with the first `depth[i]` of its actions."""
+
+    action: NDArray  # [N,T] or [N,T,D], as a batch stores them
+    depth: NDArray[np.int64]  # [N], at most T
+
+
 @dataclass
 class Finished:
     """Episodes that ended while steps were collected: undiscounted returns and lengths."""
@@ -112,11 +119,12 @@ class Stream:
 
 def episodes(
     environments: Environments, seeds: list[int], actor: Actor, for_environment: Callable[[NDArray], NDArray],
-    noise: Callable[[int], NDArray] | None, limit: int | None = None,
+    noise: Callable[[int], NDArray] | None, limit: int | None = None, beginning: Beginning | None = None,
 ) -> Trajectories:  # fmt: skip
     """One whole episode from each seed, rows padded to the longest; `noise(n)` draws for n rows, None acts by the likeliest action.
 
-    `limit`: cut episodes after so many actions (they count as truncated). Raises EnvironmentFailed.
+    `limit`: cut episodes after so many actions (they count as truncated). `beginning`: actions that are taken before the actor's own. Raises
+    EnvironmentFailed.
     """
     count = len(seeds)
     running = np.arange(count)
@@ -124,6 +132,9 @@ def episodes(
     taken: list[tuple[NDArray, NDArray, NDArray, Step]] = []
     while len(running) and (limit is None or len(taken) < limit):
         action = actor(observation, noise(len(running)) if noise else None)
+        if beginning is not None and len(taken) < beginning.action.shape[1]:
+            given = beginning.depth[running] > len(taken)
+            action[given] = beginning.action[running[given], len(taken)]
         step = environments.step(for_environment(action), running)
         taken.append((running, observation, action, step))
         going = ~(step.terminated | step.truncated)

@@ -17,7 +17,7 @@ from torch import Tensor
 from anypo.batch import Batch
 from anypo.domains.control import video as films
 from anypo.domains.control.chunks import Chunked, chunked_spaces, windows
-from anypo.domains.control.collect import Finished, Stream, Trajectories, episodes
+from anypo.domains.control.collect import Beginning, Finished, Stream, Trajectories, episodes
 from anypo.domains.control.envs import EnvironmentFailed, Environments, Maker, describe, make_environments, maker
 from anypo.domains.control.policy import EnvironmentPolicy
 from anypo.domains.control.replay import Recording, as_batch, read
@@ -67,6 +67,7 @@ class GymTask:
         self._stream: Stream | None = None
         self._episode_environments: Environments | None = None
         self._pending: dict[str, Any] | None = None
+        self._limit: int | None = None  # of the episodes of the step's groups
         self._before_prompts: Mapping[str, Any] | None = None  # state of the random stream that the step's prompts were drawn from
 
     def environments(self, count: int) -> Environments:
@@ -112,22 +113,41 @@ class GymTask:
         return self._batch(seen, rows, rows.clone(), run, critic=True), seen
 
     def _groups(self, prompts: list[Prompt], run: Run) -> tuple[Batch, Trajectories]:
-        policy: EnvironmentPolicy = run.policy  # type: ignore[assignment]
         seeds = [p.content for p in prompts for _ in range(p.samples)]
         group = torch.tensor([g for g, p in enumerate(prompts) for _ in range(p.samples)])
-        if self._episode_environments is None or self._episode_environments.count != len(seeds):
-            self._episode_environments = self.environments(len(seeds))
-        seen = episodes(
-            self._episode_environments,
-            seeds,
-            policy.actor(),
-            policy.for_environment,
-            lambda n: policy.noise(run.rng, (n,)),
-            prompts[0].max_actions,
-        )
+        self._limit = prompts[0].max_actions
+        seen = self._episodes(seeds, run)
         self._log(seen.reward.sum(1).tolist(), seen.mask.sum(1).tolist(), run)
         prompt_id = torch.tensor([p.id for p in prompts for _ in range(p.samples)])
         return self._batch(seen, group, prompt_id, run, critic="old_value" in run.method.needs()), seen
+
+    def _episodes(self, seeds: list[int], run: Run, beginning: Beginning | None = None) -> Trajectories:
+        """Whole episodes from these seeds under the run's policy."""
+        policy: EnvironmentPolicy = run.policy  # type: ignore[assignment]
+        if self._episode_environments is None or self._episode_environments.count < len(seeds):
+            self._episode_environments = self.environments(len(seeds))
+        draw = lambda n: policy.noise(run.rng, (n,))  # noqa: E731
+        return episodes(self._episode_environments, seeds, policy.actor(), policy.for_environment, draw, self._limit, beginning)
+
+    def continue_rows(self, batch: Batch, rows: Tensor, depth: Tensor, run: Run) -> Batch:
+        """New endings of episodes after their first `depth` [M] actions; see `anypo.task.Resumable`. Each is taken again from its start seed, so that
+        the environment's own randomness, if any, goes on as it did in the row.
+
+        Raises ValueError for segments, whose beginning has no seed, and for an environment that does not repeat itself.
+        """
+        seeds = batch.signal("prompt_id")[rows].tolist()
+        given = Beginning(batch.action[rows].numpy(), depth.numpy())
+        seen = self._episodes(seeds, run, given)
+        steps = min(seen.observation.shape[1], batch.horizon)
+        shared = (torch.arange(steps) <= depth[:, None]) & batch.mask[rows, :steps]
+        if not torch.equal(torch.from_numpy(seen.observation)[:, :steps][shared], batch.context[rows, :steps][shared]):
+            raise ValueError(
+                f"{self.name} did not come back to the states of its episodes; continuing them takes whole episodes (select.group_size 2 or more) of an "
+                "environment that repeats itself from a seed"
+            )
+        critic = "old_value" in run.method.needs()
+        endings = self._batch(seen, batch.group[rows], batch.signal("prompt_id")[rows], run, critic)
+        return endings.but(parent=rows, branch_at=depth)
 
     def _running(self, prompts: list[Prompt]) -> Stream:
         """The environments that carry on; made, and reset to the prompts' seeds, when there are none or another number is wanted."""
