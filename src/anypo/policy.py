@@ -95,6 +95,9 @@ class Policy(nn.Module):
         twin.requires_grad_(False)
         return twin.eval()
 
+    def after_collection(self, collector: Policy) -> None:
+        """Told when another policy of its kind has acted in its place; what is learned from seeing alone (statistics of observations) is taken over."""
+
     def check(self, needs: Set[str], who: str) -> None:
         """Raise MissingSignal unless every signal in `needs` is one this policy provides."""
         missing = sorted(set(needs) - self.provides)

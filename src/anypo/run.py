@@ -155,6 +155,7 @@ class Run:
         finally:
             self.policy = current
         if which != "policy":
+            current.after_collection(self.named_policy(which))
             batch.signals["sampled_elsewhere"] = torch.ones(len(batch), dtype=torch.bool)
         self.actions += int(batch.mask.sum())
         if batch.version is None:

@@ -14,8 +14,10 @@ from anypo.domains.control.perceptron import Moments
 from anypo.domains.control.policy import ControlPolicy, EnvironmentPolicy
 from anypo.domains.control.saved import load
 from anypo.domains.control.setup import build
+from anypo.loops.on_policy import step
 from anypo.policy import Loss, Policy, Signals
 from anypo.run import Run
+from anypo.seams.rollout import LaggedRollout
 
 
 def collected(name: str, samples: int = 1, **options: object) -> tuple[ControlPolicy, Batch, Run]:
@@ -170,3 +172,14 @@ def test_a_policy_that_cannot_act_is_refused_when_it_is_made() -> None:
 def test_a_folder_without_a_policy_is_said(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no saved control policy"):
         load(tmp_path)
+
+
+def test_a_lagging_actor_teaches_the_learner_its_statistics() -> None:
+    policy, task = build("Pendulum-v1", None, envs=3, horizon=40)
+    method = catalogue.get("ppo", "control").but(rollout=LaggedRollout(lag=2))
+    run = Run(method, policy, task, steps=4, seed=1)
+    for _ in range(3):
+        step(run)
+    moments = run.named_policy("behaviour").moments
+    assert policy.moments is not None and moments is not None and float(moments.count) > 0
+    assert torch.equal(policy.moments.mean, moments.mean) and torch.equal(policy.moments.count, moments.count)

@@ -63,6 +63,12 @@ class EnvironmentPolicy(Policy, ABC):
         if self.moments is not None:
             self.moments.note(observations)
 
+    def after_collection(self, collector: Policy) -> None:
+        """The statistics of a copy that collects (a lagging actor) are this policy's too; else it would learn from observations it never normalized."""
+        moments = getattr(collector, "moments", None)
+        if self.moments is not None and moments is not None:
+            self.moments.load_state_dict(moments.state_dict())
+
     def _normalizer(self) -> Callable[[NDArray], NDArray]:
         """`normalize` for arrays, with the statistics of this moment."""
         kind = next(self.parameters()).detach().numpy().dtype
