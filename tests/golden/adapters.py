@@ -13,6 +13,7 @@ MODULES: dict[str, list[str]] = {
     "dr_rpo": ["anypo.methods.tabular.dr_rpo", "anypo.domains.tabular.robust_mdp"],
     "gae_sac": ["anypo.methods.control.sac"],
     "hpgd": ["anypo.methods.tabular.hpgd", "anypo.domains.tabular.leader"],
+    "regression_oracle": ["anypo.methods.tabular.regression_oracle", "anypo.domains.tabular.payments"],
     "rloo_reinforce_pp": ["anypo.methods.language.rloo", "anypo.methods.language.reinforce_pp"],
 }
 
