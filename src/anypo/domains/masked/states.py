@@ -14,6 +14,8 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
+from anypo.batch import Batch
+
 TAILS = ("drop", "mask")
 VIEW_PROMPT, VIEW_ANSWER = "view_prompt", "view_answer"  # signals [N,P] and [N,T] bool: prompt and answer tokens that a view hides
 ABSENT = -1  # in the place of an id: no token there, not attended to
@@ -74,3 +76,11 @@ def logits_of(network: nn.Module, states: Int64[Tensor, "M L"]) -> tuple[Float[T
     distinct, which = torch.unique(states, dim=0, return_inverse=True)
     found: Any = network(distinct.clamp(min=0), distinct != ABSENT)
     return getattr(found, "logits", found), which
+
+
+def with_hidden(batch: Batch, hidden: Bool[Tensor, "N T"]) -> Batch:
+    """The batch seen with exactly the `hidden` answer tokens masked, and only they are asked for: one block a row, before which stand all other
+    tokens of the answer, later ones too. Log-probs of other states (`old_*` and `ref_*`) are left out, and `logp` is not theirs any more."""
+    signals = {name: value for name, value in batch.signals.items() if not name.startswith(("old_", "ref_"))}
+    hidden = hidden & batch.mask
+    return batch.but(mask=hidden, keep=None, segment=hidden.long(), valid=batch.mask, signals=signals)
