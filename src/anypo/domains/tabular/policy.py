@@ -1,15 +1,20 @@
-"""A softmax table over the actions of every step and state, one table for each copy of the problem."""
+"""A softmax table over the actions of every step and state, one for each copy of the problem, and a loss that is linear in it."""
 
 from __future__ import annotations
 
 from collections.abc import Set
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from anypo.batch import Batch
-from anypo.policy import Policy, Signals
+from anypo.policy import Loss, Policy, Signals
+
+if TYPE_CHECKING:
+    from anypo.run import Run
 
 
 class TabularPolicy(Policy):
@@ -53,3 +58,15 @@ class TabularPolicy(Policy):
 def at_states(table: Float[Tensor, "B H S ..."], batch: Batch) -> Float[Tensor, "N T ..."]:
     """The entries of a table at the states that the batch's trajectories visited."""
     return table[batch.signals["prompt_id"][:, None], torch.arange(batch.horizon)[None], batch.context]
+
+
+@dataclass
+class ExpectedAdvantage:
+    """Minus the sum over what counts of advantage times probability: linear in the table, its slope the estimated losses."""
+
+    needs = frozenset({"table"})
+
+    def __call__(self, batch: Batch, new: Signals, run: Run) -> Loss:
+        assert batch.advantage is not None
+        chance = at_states(new.table, batch).gather(-1, batch.action[..., None])[..., 0]
+        return Loss(-(batch.advantage.detach() * chance * batch.counted).sum())

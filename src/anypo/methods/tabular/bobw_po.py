@@ -21,7 +21,7 @@ from torch import Tensor
 
 from anypo.batch import Batch
 from anypo.domains.tabular.mdp import expected_next
-from anypo.domains.tabular.policy import at_states
+from anypo.domains.tabular.policy import ExpectedAdvantage, at_states
 from anypo.method import Method, Paper
 from anypo.policy import Loss, Signals
 from anypo.seams.credit import dense_reward
@@ -180,18 +180,6 @@ class ImportanceWeightedLoss:
             )
         chance = at_states(batch.signals["occupancy"], batch).clamp(min=self.floor) + self.explore
         return -loss_to_go(-dense_reward(batch)) / (chance * batch.logp.exp())
-
-
-@dataclass
-class ExpectedAdvantage:
-    """Minus the sum over what was played of advantage times probability: linear in the table, its slope the estimated losses."""
-
-    needs = frozenset({"table"})
-
-    def __call__(self, batch: Batch, new: Signals, run: Run) -> Loss:
-        assert batch.advantage is not None
-        chance = at_states(new.table, batch).gather(-1, batch.action[..., None])[..., 0]
-        return Loss(-(batch.advantage.detach() * chance * batch.counted).sum())
 
 
 @dataclass
