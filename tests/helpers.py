@@ -113,3 +113,18 @@ def assert_resumes_on_cartpole(method: Method, folder: Path) -> None:
     for mine, theirs in zip(whole.policy.parameters(), halves.policy.parameters(), strict=True):
         assert torch.isfinite(mine).all() and torch.equal(mine, theirs)
     assert [r["reward"] for r in whole.history] == [r["reward"] for r in halves.history]
+
+
+def parameter_pair(shape: Any, seed: int = 0, steps: int = 6) -> tuple[list[torch.nn.Parameter], list[Tensor]]:
+    """Two equal parameters for two optimizers, and random gradients."""
+    g = torch.Generator().manual_seed(seed)
+    start = torch.randn(shape, generator=g)
+    return [torch.nn.Parameter(start.clone()) for _ in range(2)], [torch.randn(shape, generator=g) for _ in range(steps)]
+
+
+def side_by_side(optimizers: Any, pair: list[torch.nn.Parameter], gradients: list[Tensor]) -> None:
+    """Both optimizers take the same gradients."""
+    for gradient in gradients:
+        for parameter, optimizer in zip(pair, optimizers, strict=True):
+            parameter.grad = gradient.clone()
+            optimizer.step()

@@ -17,40 +17,28 @@ from anypo.methods.optim.adam4bit import (
     quantize_v,
     rank1_scale,
 )
-
-
-def pair_of(shape, seed=0, steps=6):
-    generator = torch.Generator().manual_seed(seed)
-    start = torch.randn(shape, generator=generator)
-    return [nn.Parameter(start.clone()) for _ in range(2)], [torch.randn(shape, generator=generator) for _ in range(steps)]
-
-
-def run(optimizers, pair, gradients):
-    for gradient in gradients:
-        for parameter, optimizer in zip(pair, optimizers, strict=True):
-            parameter.grad = gradient.clone()
-            optimizer.step()
+from tests.helpers import parameter_pair, side_by_side
 
 
 @pytest.mark.parametrize("factored", [False, True])
 def test_small_vectors_are_32_bit_adamw(factored):
-    pair, gradients = pair_of(100)
+    pair, gradients = parameter_pair(100)
     mine = Adam4bit([pair[0]], lr=0.01, weight_decay=0.1, factored=factored)
-    run((mine, torch.optim.AdamW([pair[1]], lr=0.01, weight_decay=0.1)), pair, gradients)
+    side_by_side((mine, torch.optim.AdamW([pair[1]], lr=0.01, weight_decay=0.1)), pair, gradients)
     torch.testing.assert_close(pair[0], pair[1], rtol=1e-6, atol=1e-7)
 
 
 def test_the_first_step_is_32_bit_adamw_and_later_ones_are_not():
-    pair, gradients = pair_of((80, 64))
+    pair, gradients = parameter_pair((80, 64))
     optimizers = Adam4bit([pair[0]], lr=0.01, weight_decay=0.1), torch.optim.AdamW([pair[1]], lr=0.01, weight_decay=0.1)
-    run(optimizers, pair, gradients[:1])
+    side_by_side(optimizers, pair, gradients[:1])
     torch.testing.assert_close(pair[0], pair[1], rtol=1e-6, atol=1e-7)
-    run(optimizers, pair, gradients[1:])
+    side_by_side(optimizers, pair, gradients[1:])
     assert not torch.equal(pair[0], pair[1])
 
 
 def test_the_optimizer_follows_the_pure_function():
-    pair, gradients = pair_of((16, 24))
+    pair, gradients = parameter_pair((16, 24))
     optimizer = Adam4bit([pair[0]], lr=0.01, weight_decay=0.1, min_size=1)
     p, m, v = pair[1].data, torch.zeros(16, 24), torch.zeros(16, 24)
     for t, gradient in enumerate(gradients, 1):
@@ -111,19 +99,19 @@ def test_packing_halves_the_codes_and_changes_nothing(count):
 
 
 def test_states_take_an_eighth_of_the_bytes_and_one_means_much_less():
-    pair, gradients = pair_of((128, 128))
+    pair, gradients = parameter_pair((128, 128))
     optimizers = Adam4bit([pair[0]]), Adam4bit([pair[1]], factored=True)
-    run(optimizers, pair, gradients[:2])
+    side_by_side(optimizers, pair, gradients[:2])
     whole = 8 * 128 * 128
     assert optimizers[0].state_bytes() / whole < 0.15 and optimizers[1].state_bytes() == 128 * 128 // 2 + 4 * 128 + 4 * 256
 
 
 def test_factored_second_moment_is_adam_on_squares_of_rank_one():
-    pair, _ = pair_of((80, 64))
+    pair, _ = parameter_pair((80, 64))
     generator = torch.Generator().manual_seed(0)
     gradient = torch.rand(80, 1, generator=generator) * torch.rand(1, 64, generator=generator)
     optimizers = Adam4bit([pair[0]], lr=0.01, factored=True, min_size=10**6), torch.optim.Adam([pair[1]], lr=0.01)
-    run(optimizers, pair, [gradient, 0.5 * gradient, 2 * gradient])
+    side_by_side(optimizers, pair, [gradient, 0.5 * gradient, 2 * gradient])
     torch.testing.assert_close(pair[0], pair[1], rtol=1e-4, atol=1e-5)
     square = gradient.square()
     torch.testing.assert_close(factored_v(square.mean(1), square.mean(0)), square)
@@ -140,29 +128,29 @@ def test_stochastic_rounding_keeps_the_mean():
 
 def test_sgd_is_torchs_on_small_tensors_and_near_it_on_large_ones():
     for shape, tolerance in ((50, 1e-6), ((80, 64), 0.4)):
-        pair, gradients = pair_of(shape)
+        pair, gradients = parameter_pair(shape)
         start = pair[1].detach().clone()
-        run((Sgd4bit([pair[0]], lr=0.1), torch.optim.SGD([pair[1]], lr=0.1, momentum=0.9)), pair, gradients)
+        side_by_side((Sgd4bit([pair[0]], lr=0.1), torch.optim.SGD([pair[1]], lr=0.1, momentum=0.9)), pair, gradients)
         assert (pair[0] - pair[1]).norm() < tolerance * (pair[1] - start).norm()
 
 
 @pytest.mark.parametrize("factored", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_state_dict_round_trip_continues_exactly(factored, dtype):
-    pair, gradients = pair_of((80, 65))
+    pair, gradients = parameter_pair((80, 65))
     pair, gradients = [nn.Parameter(p.detach().to(dtype)) for p in pair], [g.to(dtype) for g in gradients]
     whole, first = (Adam4bit([p], lr=0.01, factored=factored) for p in pair)
-    run((whole, first), pair, gradients[:3])
+    side_by_side((whole, first), pair, gradients[:3])
     second = Adam4bit([pair[1]], lr=0.01, factored=factored)
     second.load_state_dict(first.state_dict())
-    run((whole, second), pair, gradients[3:])
+    side_by_side((whole, second), pair, gradients[3:])
     assert torch.equal(pair[0], pair[1])
 
 
 def test_full_precision_groups_keep_32_bits():
-    pair, gradients = pair_of((100, 64))
+    pair, gradients = parameter_pair((100, 64))
     mine = Adam4bit([{"params": [pair[0]], "full_precision": True}], lr=0.01)
-    run((mine, torch.optim.Adam([pair[1]], lr=0.01)), pair, gradients)
+    side_by_side((mine, torch.optim.Adam([pair[1]], lr=0.01)), pair, gradients)
     torch.testing.assert_close(pair[0], pair[1], rtol=1e-6, atol=1e-7)
 
 

@@ -5,6 +5,7 @@ from torch import nn
 from anypo import api
 from anypo.domains.optim.quantizer import BlockQuantizer
 from anypo.methods.optim.adam8bit import Adam8bit, StableEmbedding, adam_run, adam_step, dynamic_map, quantize
+from tests.helpers import side_by_side
 
 
 def parameters(size=5000, seed=0):
@@ -13,37 +14,30 @@ def parameters(size=5000, seed=0):
     return [nn.Parameter(start.clone()) for _ in range(2)], [torch.randn(size, generator=generator) for _ in range(5)]
 
 
-def run(optimizers, pair, gradients):
-    for gradient in gradients:
-        for parameter, optimizer in zip(pair, optimizers, strict=True):
-            parameter.grad = gradient.clone()
-            optimizer.step()
-
-
 def test_small_tensors_are_32_bit_adam():
     pair, gradients = parameters(100)
-    run((Adam8bit([pair[0]], lr=0.01), torch.optim.Adam([pair[1]], lr=0.01)), pair, gradients)
+    side_by_side((Adam8bit([pair[0]], lr=0.01), torch.optim.Adam([pair[1]], lr=0.01)), pair, gradients)
     torch.testing.assert_close(pair[0], pair[1], rtol=1e-6, atol=1e-7)
 
 
 def test_weight_decay_is_adamw():
     pair, gradients = parameters(100)
-    run((Adam8bit([pair[0]], lr=0.01, weight_decay=0.1), torch.optim.AdamW([pair[1]], lr=0.01, weight_decay=0.1)), pair, gradients)
+    side_by_side((Adam8bit([pair[0]], lr=0.01, weight_decay=0.1), torch.optim.AdamW([pair[1]], lr=0.01, weight_decay=0.1)), pair, gradients)
     torch.testing.assert_close(pair[0], pair[1], rtol=1e-6, atol=1e-7)
 
 
 def test_the_first_step_is_32_bit_adam_at_any_size():
     pair, gradients = parameters()
-    run((Adam8bit([pair[0]], lr=0.01, block=256), torch.optim.Adam([pair[1]], lr=0.01)), pair, gradients[:1])
+    side_by_side((Adam8bit([pair[0]], lr=0.01, block=256), torch.optim.Adam([pair[1]], lr=0.01)), pair, gradients[:1])
     torch.testing.assert_close(pair[0], pair[1], rtol=1e-6, atol=1e-7)
-    run((Adam8bit([pair[0]], lr=0.01, block=256), torch.optim.Adam([pair[1]], lr=0.01)), pair, gradients)
+    side_by_side((Adam8bit([pair[0]], lr=0.01, block=256), torch.optim.Adam([pair[1]], lr=0.01)), pair, gradients)
     assert not torch.equal(pair[0], pair[1])
 
 
 def test_the_optimizer_follows_the_pure_functions():
     pair, gradients = parameters(512)
     optimizer = Adam8bit([pair[0]], lr=0.01, block=64, min_size=1)
-    run((optimizer, torch.optim.SGD([pair[1]], lr=0.0)), pair, gradients)
+    side_by_side((optimizer, torch.optim.SGD([pair[1]], lr=0.0)), pair, gradients)
     torch.testing.assert_close(pair[0].data, adam_run(pair[1].data, torch.stack(gradients), 0.01, block=64), rtol=1e-5, atol=1e-6)
 
 
@@ -79,11 +73,11 @@ def test_maps_are_sorted_and_complete():
 def test_state_dict_round_trip_continues_exactly():
     pair, gradients = parameters()
     whole, first = Adam8bit([pair[0]], lr=0.01), Adam8bit([pair[1]], lr=0.01)
-    run((whole, first), pair, gradients[:3])
+    side_by_side((whole, first), pair, gradients[:3])
     second = Adam8bit([pair[1]], lr=0.01)
     second.load_state_dict(first.state_dict())
     assert second.state[pair[1]]["m_codes"].dtype == torch.uint8
-    run((whole, second), pair, gradients[3:])
+    side_by_side((whole, second), pair, gradients[3:])
     assert torch.equal(pair[0], pair[1])
 
 

@@ -20,21 +20,9 @@ from anypo.methods.optim.al_quant import (
     momentum,
     update_error,
 )
+from tests.helpers import parameter_pair, side_by_side
 
 OPTIMIZERS = [AlOptimizer, AlAdafactor, AlCame, AlProjected]
-
-
-def pair_of(shape, seed=0, steps=6):
-    generator = torch.Generator().manual_seed(seed)
-    start = torch.randn(shape, generator=generator)
-    return [nn.Parameter(start.clone()) for _ in range(2)], [torch.randn(shape, generator=generator) for _ in range(steps)]
-
-
-def run(optimizers, pair, gradients):
-    for gradient in gradients:
-        for parameter, optimizer in zip(pair, optimizers, strict=True):
-            parameter.grad = gradient.clone()
-            optimizer.step()
 
 
 @settings(max_examples=60, deadline=None)
@@ -89,20 +77,20 @@ def test_momentum_storage():
 
 def test_protected_tensors_are_the_plain_optimizer():
     for role, below in (("norm", 0), ("weight", 10**9)):
-        pair, gradients = pair_of((40, 50))
+        pair, gradients = parameter_pair((40, 50))
         mine = AlOptimizer([{"params": [pair[0]], "role": role}], lr=0.01, weight_decay=0.1, protect_below=below)
-        run((mine, torch.optim.AdamW([pair[1]], lr=0.01, weight_decay=0.1)), pair, gradients)
+        side_by_side((mine, torch.optim.AdamW([pair[1]], lr=0.01, weight_decay=0.1)), pair, gradients)
         torch.testing.assert_close(pair[0], pair[1], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_the_first_step_is_exact_and_later_ones_are_near(optimizer):
-    pair, gradients = pair_of((40, 50))
+    pair, gradients = parameter_pair((40, 50))
     mine, exact = optimizer([pair[0]], lr=0.01, protect_below=0), optimizer([pair[1]], lr=0.01, protect_below=10**9)
-    run((mine, exact), pair, gradients[:1])
+    side_by_side((mine, exact), pair, gradients[:1])
     assert torch.equal(pair[0], pair[1])
     before = pair[1].detach().clone()
-    run((mine, exact), pair, gradients[1:])
+    side_by_side((mine, exact), pair, gradients[1:])
     assert not torch.equal(pair[0], pair[1])
     assert (pair[0] - pair[1]).norm() < 0.1 * (pair[1] - before).norm()
 
@@ -133,13 +121,13 @@ def test_what_is_stored_follows_the_plan():
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_state_dict_round_trip_continues_exactly(optimizer, dtype):
-    pair, gradients = pair_of((40, 50))
+    pair, gradients = parameter_pair((40, 50))
     pair, gradients = [nn.Parameter(p.detach().to(dtype)) for p in pair], [g.to(dtype) for g in gradients]
     whole, first = (optimizer([p], lr=0.01, protect_below=0) for p in pair)
-    run((whole, first), pair, gradients[:3])
+    side_by_side((whole, first), pair, gradients[:3])
     second = optimizer([pair[1]], lr=0.01, protect_below=0)
     second.load_state_dict(first.state_dict())
-    run((whole, second), pair, gradients[3:])
+    side_by_side((whole, second), pair, gradients[3:])
     assert torch.equal(pair[0], pair[1])
 
 
@@ -184,14 +172,14 @@ def test_clip_leaves_small_updates_alone():
 
 
 def test_idle_entries_stay_idle_and_wake_as_in_full_precision():
-    pair, _ = pair_of((64, 32))
+    pair, _ = parameter_pair((64, 32))
     optimizers = AlOptimizer([pair[0]], lr=0.01, protect_below=0), torch.optim.Adam([pair[1]], lr=0.01)
     generator = torch.Generator().manual_seed(0)
     for step in range(20):
         gradient = torch.randn(64, 32, generator=generator)
         gradient[:, 0] *= step == 19
         before = [p.detach()[:, 0].clone() for p in pair]
-        run(optimizers, pair, [gradient])
+        side_by_side(optimizers, pair, [gradient])
     moved = [p.detach()[:, 0] - b for p, b in zip(pair, before, strict=True)]
     torch.testing.assert_close(*moved, rtol=1e-4, atol=1e-7)
 

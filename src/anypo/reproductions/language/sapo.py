@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from anypo.batch import Batch
 from anypo.claims import Evidence, ablation, claim
-from anypo.domains.language.toys.gru_policy import GruPolicy
+from anypo.domains.language.toys.gru_policy import GruPolicy, imitate
 from anypo.loops.on_policy import step
 from anypo.method import Method
 from anypo.methods.language.grpo import METHOD as GRPO
@@ -170,10 +170,7 @@ def talking_chain(seed: int, skill: tuple[float, float] = (0.5, 0.5)) -> tuple[R
                 return torch.where(slip, other, task.right[question, written.shape[1] // 2])
 
             batch = task.batch(policy, question, question, demonstrate)
-            loss = -policy.evaluate(batch, {"logp"}).logp.sum() / batch.mask.sum()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            imitate(policy, batch, optimizer)
         _WARM[key] = {name: value.clone() for name, value in policy.state_dict().items()}
     policy.load_state_dict(_WARM[key])
     policy.zero_grad(set_to_none=True)

@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from anypo.batch import Batch
 from anypo.claims import Evidence, ablation, claim
-from anypo.domains.language.toys.gru_policy import GruPolicy
+from anypo.domains.language.toys.gru_policy import GruPolicy, imitate
 from anypo.method import Method
 from anypo.methods.language.t2po import METHOD, SteeredTurns, intervene_at
 from anypo.reproductions.common import train_on
@@ -129,10 +129,7 @@ def hesitant_doors(seed: int, updates: int = 80) -> tuple[GruPolicy, HesitantDoo
                 return [torch.tensor([*[FILL] * n, STOP, k, GruPolicy.eos]) for n, k in zip(length, letter, strict=True)]
 
             batch = task.play(policy, question, torch.arange(32), demonstrate)
-            loss = -policy.evaluate(batch, {"logp"}).logp.sum() / batch.mask.sum()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            imitate(policy, batch, optimizer)
         _WARM[seed] = {name: value.clone() for name, value in policy.state_dict().items()}
     policy.load_state_dict(_WARM[seed])
     policy.zero_grad(set_to_none=True)

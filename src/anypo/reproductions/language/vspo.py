@@ -14,7 +14,7 @@ from torch import Tensor
 
 from anypo.batch import Batch
 from anypo.claims import Evidence, ablation, claim
-from anypo.domains.language.toys.gru_policy import GruPolicy
+from anypo.domains.language.toys.gru_policy import GruPolicy, imitate
 from anypo.domains.language.toys.toy_arith import ToyArith, forced_batch, warm_start
 from anypo.method import Method
 from anypo.methods.language.vspo import METHOD as VSPO
@@ -113,10 +113,7 @@ def problem(seed: int) -> tuple[GruPolicy, Explained]:
         optimizer, rng = torch.optim.Adam(policy.parameters(), lr=3e-3), np.random.default_rng(seed)
         while task.rate(policy) > SHARE:
             batch = forced_batch(policy, task.demonstrations(64, rng, task.noise))
-            loss = -policy.evaluate(batch, {"logp"}).logp.sum() / batch.mask.sum()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            imitate(policy, batch, optimizer)
         _WARM[seed] = {name: value.clone() for name, value in policy.state_dict().items()}
     policy.load_state_dict(_WARM[seed])
     policy.zero_grad(set_to_none=True)

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from anypo.batch import Batch
-from anypo.domains.language.toys.gru_policy import GruPolicy
+from anypo.domains.language.toys.gru_policy import GruPolicy, imitate
 from anypo.run import Run
 from anypo.task import Prompt
 
@@ -316,10 +316,7 @@ def warm_start(policy: GruPolicy, task: ToyArith, target: float = 0.3, seed: int
             if success >= target:
                 return success
         batch = forced_batch(policy, task.demonstrations(64, rng, noise))
-        loss = -policy.evaluate(batch, {"logp"}).logp.sum() / batch.mask.sum()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        imitate(policy, batch, optimizer)
     raise ValueError(f"the warm start reached {success:.2f} of {target:.2f} expected success; lower the target")
 
 
