@@ -11,7 +11,7 @@ from torch import Tensor
 
 from anypo.batch import Batch
 from anypo.seams.groups import broadcast, group_mean, masked_mean, masked_std, peers, standardize
-from anypo.seams.reward import weighted_sum
+from anypo.seams.reward import row_reward, weighted_sum
 
 if TYPE_CHECKING:
     from anypo.run import Run
@@ -98,8 +98,7 @@ class GroupRelative:
     compares_group = True
 
     def __call__(self, batch: Batch, run: Run) -> Tensor:
-        assert batch.reward is not None
-        reward = batch.outcome if batch.reward_is_dense else weighted_sum(batch.reward, self.weights)
+        reward = row_reward(batch, self.weights)
         return broadcast(group_relative(reward, batch.group, self.std, self.ddof, self.eps), batch.mask)
 
 

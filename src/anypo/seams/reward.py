@@ -40,6 +40,12 @@ def weighted_sum(reward: Tensor, weights: tuple[float, ...] | None = None) -> Te
     return reward @ reward.new_tensor(weights)
 
 
+def row_reward(batch: Batch, weights: tuple[float, ...] | None = None) -> Float[Tensor, " N"]:
+    """One number a row: the outcome of dense rewards, otherwise the weighted sum of the row's objectives."""
+    assert batch.reward is not None
+    return batch.outcome if batch.reward_is_dense else weighted_sum(batch.reward, weights)
+
+
 def content_tokens(text: str) -> list[str]:
     """The words, single digits and signs of a text, in lower case; white space and padding are dropped."""
     return CONTENT.findall(text.lower())

@@ -35,7 +35,7 @@ from anypo.policy import Loss, Signals
 from anypo.seams.groups import broadcast, group_mean, has_spread, masked_mean, standardize
 from anypo.seams.objective import clipped, ratio_metrics, token_ratio
 from anypo.seams.regularize import gaussian_kl
-from anypo.seams.reward import weighted_sum
+from anypo.seams.reward import row_reward
 from anypo.seams.select import UniformPrompts
 from anypo.seams.update import GradientSteps
 
@@ -131,8 +131,7 @@ class ClampedGroupRelative:
     compares_group = True
 
     def __call__(self, batch: Batch, run: Run) -> Tensor:
-        assert batch.reward is not None
-        reward = batch.outcome if batch.reward_is_dense else weighted_sum(batch.reward, self.weights)
+        reward = row_reward(batch, self.weights)
         return broadcast(advantages(reward, batch.group, self.std, self.adv_clip, self.eps), batch.mask)
 
 

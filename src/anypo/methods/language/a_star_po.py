@@ -21,7 +21,7 @@ from anypo.method import Paper
 from anypo.methods.language.grpo import METHOD as GRPO
 from anypo.seams.groups import broadcast
 from anypo.seams.regression import AdvantageRegression, regression_error, sequence_log_ratio, soft_value
-from anypo.seams.reward import weighted_sum
+from anypo.seams.reward import row_reward
 from anypo.task import Prompt, Task
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class ReferenceValues:
             return
         batch = run.collect([p.but(samples=self.samples) for p in fresh], "reference")
         batch.reward = run.score_rewards(batch)
-        reward = batch.outcome if batch.reward_is_dense else weighted_sum(batch.reward, self.weights)
+        reward = row_reward(batch, self.weights)
         found = v_star(reward.double()[batch.group.argsort(stable=True)].view(len(fresh), self.samples), self.beta1)
         ids = [p.id for p in fresh]
         values.update(zip(ids, found.v_star.tolist(), strict=True))
@@ -131,8 +131,7 @@ class OptimalAdvantage:
     weights: tuple[float, ...] | None = None  # of the K rewards; None = all 1
 
     def __call__(self, batch: Batch, run: Run) -> Tensor:
-        assert batch.reward is not None
-        reward = batch.outcome if batch.reward_is_dense else weighted_sum(batch.reward, self.weights)
+        reward = row_reward(batch, self.weights)
         values = run.state.get(VALUES, {})
         ids = batch.signal("prompt_id").tolist()
         missing = next((i for i in ids if i not in values), None)

@@ -20,7 +20,7 @@ from anypo.batch import Batch
 from anypo.method import Credit, Paper
 from anypo.methods.language.grpo import METHOD as GRPO
 from anypo.seams.groups import broadcast, group_max, group_size, group_sum, standardize
-from anypo.seams.reward import weighted_sum
+from anypo.seams.reward import row_reward
 
 if TYPE_CHECKING:
     from anypo.run import Run
@@ -100,8 +100,7 @@ class RolloutAdaptation:
     compares_group = True
 
     def __call__(self, batch: Batch, run: Run) -> Tensor:
-        assert batch.reward is not None
-        reward = batch.outcome if batch.reward_is_dense else weighted_sum(batch.reward, self.weights)
+        reward = row_reward(batch, self.weights)
         limit = batch.limit if self.l_max is None else self.l_max
         tas = advantageous(reward, batch.group, batch.mask, self.r_ok, limit, self.criterion, self.kappa, self.empty_correct_is_tas)
         one_a_group = 1 / group_size(batch.group).double()

@@ -23,7 +23,7 @@ from anypo.policy import Loss, Signals
 from anypo.seams.groups import broadcast
 from anypo.seams.objective import ClippedSurrogate, aggregate, clipped, log_ratio, ratio_metrics, token_ratio
 from anypo.seams.regularize import KLPenalty
-from anypo.seams.reward import weighted_sum
+from anypo.seams.reward import row_reward
 from anypo.seams.update import GradientSteps
 from anypo.task import Prompt
 
@@ -119,12 +119,6 @@ def by_group(values: Tensor, group: Int[Tensor, " N"], padding: float) -> tuple[
     return table, row, column
 
 
-def row_reward(batch: Batch, weights: tuple[float, ...] | None = None) -> Float[Tensor, " N"]:
-    """One reward a row, float64."""
-    assert batch.reward is not None
-    return (batch.outcome if batch.reward_is_dense else weighted_sum(batch.reward, weights)).double()
-
-
 @dataclass
 class ProbeRollout:
     """A probe group at the base temperature for every prompt, then the training group at the prompt's own temperature and clip range.
@@ -158,7 +152,7 @@ class ProbeRollout:
         base = [p.but(temperature=self.tau_base) for p in prompts]
         probe = run.collect([p.but(samples=self.probe_size or p.samples) for p in base])
         probe.reward = run.score_rewards(probe)
-        reward = by_group(row_reward(probe, self.weights), probe.group, torch.nan)[0]
+        reward = by_group(row_reward(probe, self.weights).double(), probe.group, torch.nan)[0]
         sigma, skew = dispersion(reward, self.mode), skewness(reward)
         vote = vote_entropy(by_group(vote_keys(probe), probe.group, -1)[0])
         uncertainty = self.weight_reward * sigma + self.weight_votes * vote + self.weight_skew * skew.abs()
@@ -221,7 +215,7 @@ class DispersionRelative:
     compares_group = True
 
     def __call__(self, batch: Batch, run: Run) -> Tensor:
-        table, row, column = by_group(row_reward(batch, self.weights), batch.group, torch.nan)
+        table, row, column = by_group(row_reward(batch, self.weights).double(), batch.group, torch.nan)
         return broadcast(advantages(table, self.mode)[row, column].to(batch.logp), batch.mask)
 
 

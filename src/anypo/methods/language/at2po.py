@@ -22,7 +22,7 @@ from anypo.methods.language.grpo import METHOD as GRPO
 from anypo.policy import Loss, Signals
 from anypo.seams.groups import group_max, group_sum, standardize
 from anypo.seams.objective import clipped, log_ratio, ratio_metrics
-from anypo.seams.reward import weighted_sum
+from anypo.seams.reward import row_reward
 from anypo.seams.rollout import OnPolicy, pruned, step_starts, steps_of
 from anypo.seams.select import UniformPrompts
 from anypo.seams.steps import sum_by_step
@@ -186,8 +186,7 @@ class TurnValue:
     compares_group = True
 
     def __call__(self, batch: Batch, run: Run) -> Tensor:
-        assert batch.reward is not None
-        reward = batch.outcome if batch.reward_is_dense else weighted_sum(batch.reward, self.weights)
+        reward = row_reward(batch, self.weights)
         node = batch.signals.get("node")
         trees = forest(fresh_nodes(steps_of(batch, run)) if node is None else node, batch.logp, batch.mask, batch.group)
         leaf_reward = at_leaves(trees, reward)

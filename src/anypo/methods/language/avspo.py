@@ -22,7 +22,7 @@ from anypo.batch import Batch
 from anypo.method import Paper
 from anypo.methods.language.grpo import METHOD as GRPO
 from anypo.seams.groups import broadcast, group_max, group_size, group_std, standardize
-from anypo.seams.reward import weighted_sum
+from anypo.seams.reward import row_reward
 
 if TYPE_CHECKING:
     from anypo.run import Run
@@ -108,8 +108,7 @@ class VirtualSamples:
     compares_group = True
 
     def __call__(self, batch: Batch, run: Run) -> Tensor:
-        assert batch.reward is not None
-        reward = batch.outcome if batch.reward_is_dense else weighted_sum(batch.reward, self.weights)
+        reward = row_reward(batch, self.weights)
         reward = reward - self.wrong
         found = advantages(
             reward, batch.group, self.now.get("tau", self.tau), self.now.get("mean_reward"), self.eta, self.alpha, self.r_anchor, self.eps

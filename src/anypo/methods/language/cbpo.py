@@ -24,7 +24,7 @@ from anypo.method import Paper, Rollout
 from anypo.methods.language.grpo import METHOD as GRPO
 from anypo.seams.credit import group_relative
 from anypo.seams.groups import broadcast, group_mean, group_std
-from anypo.seams.reward import weighted_sum
+from anypo.seams.reward import row_reward
 from anypo.seams.rollout import OnPolicy, as_roots, continue_rows, step_starts
 from anypo.seams.select import UniformPrompts
 from anypo.task import Prompt
@@ -237,8 +237,7 @@ class ContrastiveCredit:
     compares_group = True
 
     def __call__(self, batch: Batch, run: Run) -> Tensor:
-        assert batch.reward is not None
-        reward = batch.outcome if batch.reward_is_dense else weighted_sum(batch.reward, self.weights)
+        reward = row_reward(batch, self.weights)
         nobody = torch.full_like(batch.group, -1)
         parent, node = (nobody if links is None else links for links in (batch.parent, batch.branch_at))
         found = advantages(reward, batch.group, batch.mask, parent, node, self.eta, self.phi)

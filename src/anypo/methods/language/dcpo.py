@@ -22,7 +22,7 @@ from anypo.methods.language.grpo import METHOD as GRPO
 from anypo.seams.credit import GroupRelative, group_relative
 from anypo.seams.groups import broadcast, masked_mean
 from anypo.seams.objective import ClippedSurrogate, token_ratio
-from anypo.seams.reward import weighted_sum
+from anypo.seams.reward import row_reward
 
 if TYPE_CHECKING:
     from anypo.run import Run
@@ -112,7 +112,7 @@ class TargetDistribution:
         before = self.target_entropy if self.entropy is None else self.entropy
         self.entropy = -float(masked_mean(batch.logp, batch.mask))
         plain = self.inner(batch, run)
-        correct = (batch.outcome if batch.reward_is_dense else weighted_sum(batch.reward, self.weights)) > self.threshold
+        correct = row_reward(batch, self.weights) > self.threshold
         alpha = target_share(before, self.target_entropy, float(correct.double().mean()), self.cap)
         run.log(entropy_estimate=self.entropy, target_share=alpha)
         if alpha == 0:

@@ -28,7 +28,7 @@ from anypo.policy import Loss, Signals
 from anypo.seams.groups import broadcast
 from anypo.seams.objective import log_ratio
 from anypo.seams.regression import row_advantage, sequence_log_ratio
-from anypo.seams.reward import weighted_sum
+from anypo.seams.reward import row_reward
 from anypo.seams.select import UniformPrompts
 from anypo.task import Prompt, Task
 
@@ -143,7 +143,7 @@ class OfflinePartition:
         base: float = getattr(run.task, "temperature", None) or getattr(run.policy, "temperature", 1.0) or 1.0
         batch = run.collect([p.but(samples=each, temperature=base * t) for p in prompts for t in self.temperatures], "reference")
         batch.reward = run.score_rewards(batch)
-        reward = batch.outcome if batch.reward_is_dense else weighted_sum(batch.reward, self.weights)
+        reward = row_reward(batch, self.weights)
         order = batch.group.argsort(stable=True)
         batch, reward = batch[order], reward[order]
 
@@ -206,8 +206,7 @@ class PartitionAdvantage:
     weights: tuple[float, ...] | None = None  # of the K rewards; None = all 1
 
     def __call__(self, batch: Batch, run: Run) -> Tensor:
-        assert batch.reward is not None
-        reward = batch.outcome if batch.reward_is_dense else weighted_sum(batch.reward, self.weights)
+        reward = row_reward(batch, self.weights)
         partition = _partition(run)
         return broadcast(partition.beta * reward - reward.new_tensor(partition.frozen(batch, run)), batch.mask)
 

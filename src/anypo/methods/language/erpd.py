@@ -27,7 +27,7 @@ from anypo.seams.groups import broadcast, masked_mean
 from anypo.seams.objective import ClippedSurrogate, clipped, kl_estimate, token_ratio
 from anypo.seams.regression import row_advantage
 from anypo.seams.regularize import KLPenalty
-from anypo.seams.reward import weighted_sum
+from anypo.seams.reward import row_reward
 from anypo.seams.select import NoPrompts
 from anypo.seams.teachers import Teacher
 from anypo.seams.update import GradientSteps, build_optimizer
@@ -185,8 +185,7 @@ class DistilledSignal:
     compares_group = True
 
     def __call__(self, batch: Batch, run: Run) -> Tensor:
-        assert batch.reward is not None
-        reward = batch.outcome if batch.reward_is_dense else weighted_sum(batch.reward, self.weights)
+        reward = row_reward(batch, self.weights)
         base = batch.signal("ref_logp") if self.contrast is None else self.contrast(batch, run)
         taught = torch.stack([teacher(batch, run) for teacher in self.teachers])
         found = signal(taught, base, batch.mask, group_relative(reward, batch.group), self.clip, self.filter, self.drop_zero)

@@ -25,7 +25,7 @@ from anypo.seams.credit import GroupRelative, group_relative
 from anypo.seams.groups import group_mean, group_size, group_std, group_sum, peers
 from anypo.seams.objective import ClippedSurrogate
 from anypo.seams.regularize import KLPenalty
-from anypo.seams.reward import weighted_sum
+from anypo.seams.reward import row_reward
 
 if TYPE_CHECKING:
     from anypo.run import Run
@@ -148,7 +148,7 @@ class CalibratedDisagreement:
     def __call__(self, batch: Batch, run: Run) -> Tensor:
         assert batch.reward is not None
         advantage = self.inner(batch, run)
-        reward = batch.outcome if batch.reward_is_dense else weighted_sum(batch.reward, self.weights)
+        reward = row_reward(batch, self.weights)
         embeddings = self.embed(batch).to(reward.device)
         found = measures(embeddings, clusters(embeddings, batch.group, self.similarity), batch.group, reward, self.r_lo, self.r_hi)
         weight = weights_of(found, batch.group, self.a, self.w_min, self.measure, self.renorm)

@@ -21,7 +21,7 @@ from anypo.method import Paper, Rollout
 from anypo.methods.language.grpo import METHOD as GRPO
 from anypo.seams.groups import group_mean, group_std
 from anypo.seams.regularize import KLPenalty
-from anypo.seams.reward import weighted_sum
+from anypo.seams.reward import row_reward
 from anypo.seams.rollout import OnPolicy, steps_of
 from anypo.seams.select import UniformPrompts
 from anypo.seams.trees import Forest, Nodes, PerNode, ancestry, as_chains, at_leaves, best_inner, branched, forest, fresh_nodes, step_logp
@@ -158,8 +158,7 @@ class IBCredit:
         return frozenset({"ref_logp"}) if self.lam else frozenset()
 
     def __call__(self, batch: Batch, run: Run) -> Tensor:
-        assert batch.reward is not None
-        reward = batch.outcome if batch.reward_is_dense else weighted_sum(batch.reward, self.weights)
+        reward = row_reward(batch, self.weights)
         node = batch.signals.get("node")
         trees = forest(fresh_nodes(steps_of(batch, run)) if node is None else node, batch.logp, batch.mask, batch.group)
         earned, count = at_leaves(trees, probabilities_only(reward)), len(trees.parent)

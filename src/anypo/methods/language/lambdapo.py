@@ -25,7 +25,7 @@ from anypo.seams.credit import pair_matrix, preference_pairs, sequence_score
 from anypo.seams.groups import broadcast, group_max
 from anypo.seams.objective import ClippedSurrogate
 from anypo.seams.regularize import KLPenalty
-from anypo.seams.reward import weighted_sum, with_agreement
+from anypo.seams.reward import row_reward, with_agreement
 
 if TYPE_CHECKING:
     from anypo.run import Run
@@ -113,8 +113,7 @@ class PairwisePreference:
     compares_group = True
 
     def __call__(self, batch: Batch, run: Run) -> Tensor:
-        assert batch.reward is not None
-        reward = batch.outcome if batch.reward_is_dense else weighted_sum(batch.reward, self.weights)
+        reward = row_reward(batch, self.weights)
         return broadcast(advantages(reward, batch.group, batch.logp, batch.mask, self.tau, self.scale), batch.mask)
 
 

@@ -24,7 +24,7 @@ from anypo.seams.credit import pair_matrix, preference_pairs, sequence_score
 from anypo.seams.groups import broadcast, group_size, group_std
 from anypo.seams.objective import ClippedSurrogate
 from anypo.seams.regularize import KLPenalty
-from anypo.seams.reward import weighted_sum, with_agreement
+from anypo.seams.reward import row_reward, with_agreement
 
 if TYPE_CHECKING:
     from anypo.run import Run
@@ -97,8 +97,7 @@ class PairwiseAdvantage:
     compares_group = True
 
     def __call__(self, batch: Batch, run: Run) -> Tensor:
-        assert batch.reward is not None
-        reward = batch.outcome if batch.reward_is_dense else weighted_sum(batch.reward, self.weights)
+        reward = row_reward(batch, self.weights)
         found = advantages(reward, batch.group, batch.logp, batch.mask, self.tau, self.score, self.std, self.ddof, self.eps)
         return broadcast(found, batch.mask)
 

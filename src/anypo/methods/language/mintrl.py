@@ -25,7 +25,7 @@ from anypo.methods.language.grpo import METHOD as GRPO
 from anypo.policy import Loss, Signals
 from anypo.seams.groups import broadcast, group_mean, group_sum
 from anypo.seams.regression import regression_error, row_advantage, sequence_log_ratio
-from anypo.seams.reward import weighted_sum
+from anypo.seams.reward import row_reward
 from anypo.seams.rollout import as_roots, continue_rows, steps_of
 from anypo.seams.select import UniformPrompts
 from anypo.seams.update import GradientSteps
@@ -298,8 +298,7 @@ class ControlBaseline:
     compares_group = True
 
     def __call__(self, batch: Batch, run: Run) -> Tensor:
-        assert batch.reward is not None
-        reward = batch.outcome if batch.reward_is_dense else weighted_sum(batch.reward, self.weights)
+        reward = row_reward(batch, self.weights)
         control = batch.signals.get("control", torch.ones_like(batch.group))
         return broadcast(advantages(reward, batch.group, control), batch.mask)
 

@@ -20,7 +20,7 @@ from anypo.method import Paper
 from anypo.methods.language.grpo import METHOD as GRPO
 from anypo.seams.groups import broadcast
 from anypo.seams.regression import AdvantageRegression, mean_of_groups, regression_error, sequence_log_ratio, soft_value
-from anypo.seams.reward import weighted_sum
+from anypo.seams.reward import row_reward
 from anypo.seams.rollout import LaggedRollout
 
 if TYPE_CHECKING:
@@ -60,8 +60,7 @@ class GroupOptimalAdvantage:
     compares_group = True
 
     def __call__(self, batch: Batch, run: Run) -> Tensor:
-        assert batch.reward is not None
-        reward = batch.outcome if batch.reward_is_dense else weighted_sum(batch.reward, self.weights)
+        reward = row_reward(batch, self.weights)
         return broadcast(reward - v_star(reward, batch.group, self.beta1), batch.mask)
 
 

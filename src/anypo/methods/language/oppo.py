@@ -26,7 +26,7 @@ from anypo.methods.language.grpo import METHOD as GRPO
 from anypo.seams.credit import last_action
 from anypo.seams.groups import group_mean
 from anypo.seams.objective import ClippedSurrogate
-from anypo.seams.reward import weighted_sum
+from anypo.seams.reward import row_reward
 from anypo.seams.teachers import AnswerShown
 
 if TYPE_CHECKING:
@@ -166,8 +166,7 @@ class OracleValue:
     compares_group = True
 
     def __call__(self, batch: Batch, run: Run) -> Tensor:
-        assert batch.reward is not None
-        reward = batch.outcome if batch.reward_is_dense else weighted_sum(batch.reward, self.weights)
+        reward = row_reward(batch, self.weights)
         success = (reward > self.threshold).to(batch.logp)
         start = prior(success, batch.group, self.p0)
         with run.timed("score"):

@@ -22,7 +22,7 @@ from anypo.methods.language.grpo import METHOD as GRPO
 from anypo.seams.credit import last_action
 from anypo.seams.groups import broadcast, group_size, group_std, group_sum, leave_one_out_mean
 from anypo.seams.objective import ClippedSurrogate
-from anypo.seams.reward import weighted_sum
+from anypo.seams.reward import row_reward
 from anypo.seams.select import UniformPrompts
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class CrossRolloutValue:
     compares_group = True
 
     def __call__(self, batch: Batch, run: Run) -> Tensor:
-        reward = row_reward(batch, self.weights)
+        reward = row_reward(batch, self.weights).double()
         feature = batch.signals[FEATURE] = batch_features(batch)
         state = run.state.get(STATE)
         if state is None or len(state["reward"]) < min(self.warmup, 4 * feature.shape[1]):
@@ -140,7 +140,7 @@ class FitProbe:
             raise ValueError("poise fits its probe to features that its credit leaves in the batch; use CrossRolloutValue as the credit")
         with run.timed("probe"):
             state = run.state.get(STATE, {})
-            feature, reward = batch.signals[FEATURE], row_reward(batch, self.weights)
+            feature, reward = batch.signals[FEATURE], row_reward(batch, self.weights).double()
             if state:
                 feature, reward = torch.cat([state["feature"], feature]), torch.cat([state["reward"], reward])
             feature, reward = feature[-self.memory :], reward[-self.memory :]
@@ -159,12 +159,6 @@ def batch_features(batch: Batch) -> Float[Tensor, "N F"]:
     prompt = batch.signals.get("old_prompt_hidden", hidden[:, 0])
     end = torch.where(last_action(batch.mask)[..., None].to(hidden.device), hidden, hidden.new_zeros(())).sum(1)
     return features(prompt.double().cpu(), end.double().cpu(), batch.signal("old_entropy").double().cpu(), batch.mask.cpu())
-
-
-def row_reward(batch: Batch, weights: tuple[float, ...] | None) -> Float[Tensor, " N"]:
-    """One reward a row, float64."""
-    assert batch.reward is not None
-    return (batch.outcome if batch.reward_is_dense else weighted_sum(batch.reward, weights)).double()
 
 
 METHOD = GRPO.but(

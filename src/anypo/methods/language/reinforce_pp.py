@@ -19,7 +19,7 @@ from anypo.seams.credit import whiten
 from anypo.seams.groups import broadcast, group_mean
 from anypo.seams.objective import ClippedSurrogate, log_ratio
 from anypo.seams.regularize import KLPenalty
-from anypo.seams.reward import weighted_sum
+from anypo.seams.reward import row_reward
 from anypo.seams.select import UniformPrompts
 
 if TYPE_CHECKING:
@@ -63,8 +63,7 @@ class BatchNormalizedReturn:
         return frozenset({"ref_logp"}) if self.beta and not self.baseline else frozenset()
 
     def __call__(self, batch: Batch, run: Run) -> Tensor:
-        assert batch.reward is not None
-        reward = batch.outcome if batch.reward_is_dense else weighted_sum(batch.reward, self.weights)
+        reward = row_reward(batch, self.weights)
         if self.baseline:
             return rpp_baseline(reward, batch.group, batch.mask, self.eps)
         ref_logp = batch.signal("ref_logp") if self.beta else batch.logp

@@ -22,7 +22,7 @@ from anypo.policy import Loss, Signals
 from anypo.seams.credit import group_relative
 from anypo.seams.groups import broadcast, masked_mean
 from anypo.seams.objective import clipped, kl_estimate, log_ratio, ratio_metrics, token_ratio
-from anypo.seams.reward import weighted_sum
+from anypo.seams.reward import row_reward
 from anypo.seams.rollout import OnPolicy
 from anypo.task import Prompt
 
@@ -205,8 +205,7 @@ class ReplayRelative:
     compares_group = True
 
     def __call__(self, batch: Batch, run: Run) -> Tensor:
-        assert batch.reward is not None
-        reward = batch.outcome if batch.reward_is_dense else weighted_sum(batch.reward, self.weights)
+        reward = row_reward(batch, self.weights)
         return broadcast(advantages(reward, batch.group, online(batch), self.mode, self.ddof, self.eps), batch.mask)
 
 

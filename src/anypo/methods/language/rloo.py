@@ -17,7 +17,7 @@ from anypo.method import Paper
 from anypo.methods.language.grpo import METHOD as GRPO
 from anypo.seams.groups import broadcast, leave_one_out_mean, masked_mean
 from anypo.seams.objective import SequenceReinforce, log_ratio, sequence_reinforce
-from anypo.seams.reward import weighted_sum
+from anypo.seams.reward import row_reward
 
 if TYPE_CHECKING:
     from anypo.run import Run
@@ -45,8 +45,7 @@ class LeaveOneOut:
         return frozenset({"ref_logp"}) if self.beta else frozenset()
 
     def __call__(self, batch: Batch, run: Run) -> Tensor:
-        assert batch.reward is not None
-        reward = batch.outcome if batch.reward_is_dense else weighted_sum(batch.reward, self.weights)
+        reward = row_reward(batch, self.weights)
         if self.beta:
             kl = log_ratio(batch.logp, batch.signal("ref_logp"), batch.mask).sum(1)
             reward = reward - self.beta * kl.to(reward)

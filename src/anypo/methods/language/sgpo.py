@@ -25,7 +25,7 @@ from anypo.policy import Loss, Signals
 from anypo.seams.credit import group_relative
 from anypo.seams.groups import group_size as members
 from anypo.seams.objective import ClippedSurrogate, aggregate, clipped, ratio_metrics, token_ratio
-from anypo.seams.reward import weighted_sum
+from anypo.seams.reward import row_reward
 from anypo.task import Prompt, Task
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ class SortedQueries:
                 break
             batch = run.collect([p.but(samples=self.samples) for p in queries[start : start + count]])
             batch.reward = run.score_rewards(batch)
-            reward = batch.outcome if batch.reward_is_dense else weighted_sum(batch.reward, self.weights)
+            reward = row_reward(batch, self.weights)
             success.append(profile(reward.double().clamp(0, 1), batch.group))
         rate = torch.cat(success)
         u = torch.from_numpy(run.rng.random(len(rate)))

@@ -21,7 +21,7 @@ from anypo.method import Paper
 from anypo.methods.language.grpo import METHOD as GRPO
 from anypo.seams.groups import broadcast, standardize
 from anypo.seams.objective import ClippedSurrogate, log_ratio
-from anypo.seams.reward import weighted_sum
+from anypo.seams.reward import row_reward
 from anypo.task import Prompt, Task
 
 if TYPE_CHECKING:
@@ -105,8 +105,7 @@ def tracked(ids: list[int], run: Run) -> tuple[Tensor, Tensor]:
 
 def reward_in_unit(batch: Batch, reward_weights: tuple[float, ...] | None) -> Float[Tensor, " N"]:
     """One reward a row, clipped to [0,1], float64."""
-    assert batch.reward is not None
-    reward = batch.outcome if batch.reward_is_dense else weighted_sum(batch.reward, reward_weights)
+    reward = row_reward(batch, reward_weights)
     return reward.double().clamp(0, 1)
 
 

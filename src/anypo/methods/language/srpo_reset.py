@@ -23,7 +23,7 @@ from anypo.method import Paper, Rollout
 from anypo.methods.language.grpo import METHOD as GRPO
 from anypo.seams.credit import group_relative
 from anypo.seams.groups import broadcast
-from anypo.seams.reward import weighted_sum
+from anypo.seams.reward import row_reward
 from anypo.seams.rollout import OnPolicy, as_roots, continue_rows, step_starts, steps_of
 from anypo.seams.select import UniformPrompts
 from anypo.task import Prompt
@@ -175,8 +175,7 @@ class SuffixRelative:
     compares_group = True
 
     def __call__(self, batch: Batch, run: Run) -> Tensor:
-        assert batch.reward is not None
-        reward = batch.outcome if batch.reward_is_dense else weighted_sum(batch.reward, self.weights)
+        reward = row_reward(batch, self.weights)
         step = batch.signals.get("reset_step", torch.zeros_like(batch.group))
         segment = batch.segment if batch.segment is not None else torch.zeros_like(batch.mask, dtype=torch.int64)
         return advantages(reward, batch.group, segment, batch.mask, step, self.eps)

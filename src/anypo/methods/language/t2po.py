@@ -23,7 +23,7 @@ from anypo.method import Paper
 from anypo.methods.language.grpo import METHOD as GRPO
 from anypo.seams.credit import group_relative
 from anypo.seams.groups import broadcast
-from anypo.seams.reward import weighted_sum
+from anypo.seams.reward import row_reward
 from anypo.seams.states import depth_advantages, returns, state_ids
 from anypo.task import Prompt
 
@@ -182,8 +182,7 @@ class EpisodeAndTurns:
     compares_group = True
 
     def __call__(self, batch: Batch, run: Run) -> Tensor:
-        assert batch.reward is not None
-        reward = batch.outcome if batch.reward_is_dense else weighted_sum(batch.reward, self.weights)
+        reward = row_reward(batch, self.weights)
         fine = batch.signals["invalid_turn"] * -self.invalid_penalty if "invalid_turn" in batch.signals else torch.zeros(len(batch), 1)
         episode = broadcast(group_relative(reward + fine.sum(1).to(reward), batch.group, std=False), batch.mask)
         if batch.segment is None or "turn_reward" not in batch.signals or not {"state_id", "turn_state"} & set(batch.signals):

@@ -28,7 +28,7 @@ from anypo.methods.language.grpo import METHOD as GRPO
 from anypo.seams.groups import broadcast, standardize
 from anypo.seams.objective import ClippedSurrogate
 from anypo.seams.regularize import KLPenalty
-from anypo.seams.reward import weighted_sum
+from anypo.seams.reward import row_reward
 from anypo.seams.steps import spread
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ class TraitAware:
     def __call__(self, batch: Batch, run: Run) -> Tensor:
         assert batch.reward is not None
         if batch.objectives[:3] != SAMPLE_TERMS:
-            plain = batch.outcome if batch.reward_is_dense else weighted_sum(batch.reward)
+            plain = row_reward(batch)
             return broadcast(standardize(plain, batch.group, self.ddof, self.eps), batch.mask)
         terms = Terms(batch.reward[:, 3:], *batch.reward[:, :3].T)
         segment = batch.signal("trait_segment")

@@ -22,7 +22,7 @@ from anypo.methods.language.grpo import METHOD as GRPO
 from anypo.seams.groups import broadcast, group_size, standardize
 from anypo.seams.objective import ClippedSurrogate
 from anypo.seams.regularize import KLPenalty
-from anypo.seams.reward import weighted_sum
+from anypo.seams.reward import row_reward
 from anypo.seams.rollout import OnPolicy, as_roots, continue_rows, pruned, step_starts, steps_of
 from anypo.seams.select import UniformPrompts
 from anypo.task import Prompt
@@ -125,8 +125,7 @@ class TreeRelative:
     compares_group = True
 
     def __call__(self, batch: Batch, run: Run) -> Tensor:
-        assert batch.reward is not None
-        reward = batch.outcome if batch.reward_is_dense else weighted_sum(batch.reward, self.weights)
+        reward = row_reward(batch, self.weights)
         if not self.intra:
             return broadcast(standardized(reward, batch.group, self.eps, self.singleton), batch.mask)
         return advantages(reward, batch.group, batch.signal("tree"), batch.mask, self.eps, self.singleton)
