@@ -2,7 +2,8 @@
 
 A step on a handful of rows is bound by reading the weights and by the number of calls. So queries, keys and values become one product, and on a
 CPU each matrix is reordered once a sampling call into the blocks of the matrix kernels, whose products also take the activation, the gate and the
-sum with the state along. The reordering costs about as much as one step and, until the sampling call ends, a second copy of the weights.
+sum with the state along. In float32 these kernels are our own where they can be compiled: they read the weights nearly as fast as memory gives
+them. The reordering costs about as much as one step and, until the sampling call ends, a second copy of the weights.
 Left out: the reordering of models above PACKED_BYTES, and of those so small that calls, not weights, take the time.
 """
 
@@ -18,10 +19,12 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from anypo.domains.language.direct import Direct, Layer
+from anypo.engines.few_rows import ADD, MULTIPLY, Panels, Slab, available
 
 Attend = Callable[[Tensor, Tensor, Tensor, int, float], Tensor]
 PACKED_BYTES = 4 << 30
 SMALL = 1 << 16  # matrices of fewer elements are multiplied as they are
+PANEL_ROWS = 32  # with more rows than that a product is bound by arithmetic, and oneDNN's is as fast
 
 
 class Decoder:
@@ -30,11 +33,10 @@ class Decoder:
     def __init__(self, direct: Direct, head: Any, rows: int) -> None:
         """`rows`: about how many rows a step will have."""
         self.direct = direct
-        size = sum(p.numel() * p.element_size() for p in [*direct.body.parameters(), head.weight])
-        pack = size <= PACKED_BYTES and head.weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
-        self.layers = [_DecodingLayer(layer, rows, pack) for layer in direct.layers]
+        layout = Layout([*direct.body.parameters(), head.weight], rows)
+        self.layers = [_DecodingLayer(layer, layout) for layer in direct.layers]
         self.final = Norm(*direct.final)
-        self.head = Product(head.weight, head.bias, rows, pack)
+        self.head = Product(head.weight, head.bias, layout)
 
     def step(self, token: Int64[Tensor, " n"], position: Int64[Tensor, " n"], attend: Attend) -> Float[Tensor, "n D"]:
         """States after reading `token` at `position`. `attend(query [n,K,g,W], key [n,K,W], value [n,K,W], layer, scale)` keeps the new keys and
@@ -58,14 +60,14 @@ class Decoder:
 
 
 class _DecodingLayer:
-    def __init__(self, layer: Layer, rows: int, pack: bool) -> None:
+    def __init__(self, layer: Layer, layout: Layout) -> None:
         parts = (layer.query, layer.key, layer.value)
         biases = [bias for _, bias in parts if bias is not None]
         if len(biases) not in (0, 3):
             raise AttributeError("some of queries, keys and values have a bias and some have none")
-        self.mix = Product(torch.cat([weight for weight, _ in parts]), torch.cat(biases) if biases else None, rows, pack)
-        self.output = Product(*layer.output, rows, pack)
-        self.gate, self.up, self.down = (Product(weight, None, rows, pack) for weight in (layer.gate, layer.up, layer.down))
+        self.mix = Product(torch.cat([weight for weight, _ in parts]), torch.cat(biases) if biases else None, layout)
+        self.output = Product(*layer.output, layout)
+        self.gate, self.up, self.down = (Product(weight, None, layout) for weight in (layer.gate, layer.up, layer.down))
         self.norm_before, self.norm_after = Norm(*layer.norm_before), Norm(*layer.norm_after)
         self.norm_query = None if layer.norm_query is None else Norm(*layer.norm_query)
         self.norm_key = None if layer.norm_key is None else Norm(*layer.norm_key)
@@ -98,22 +100,38 @@ class Turn:
 class Product:
     """x @ weight.T + bias for few rows, alone or with what follows it."""
 
-    def __init__(self, weight: Float[Tensor, "E D"], bias: Tensor | None, rows: int, pack: bool) -> None:
+    def __init__(self, weight: Float[Tensor, "E D"], bias: Tensor | None, layout: Layout) -> None:
         weight = weight.detach()
         self.bias = None if bias is None else bias.detach()
-        self.packed = pack and weight.numel() >= SMALL and weight.dtype in (torch.float32, torch.bfloat16)
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, rows) if self.packed else weight
+        self.panels: Panels | None = None
+        self.packed = layout.packs(weight)
+        if self.packed and layout.slab is not None and weight.dtype == torch.float32:
+            self.panels = Panels(weight, self.bias, layout.slab)
+        elif self.packed:
+            self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, layout.rows)
+        else:
+            self.weight = weight
 
     def __call__(self, x: Float[Tensor, "n D"]) -> Float[Tensor, "n E"]:
+        if self.panels is not None:
+            return self.panels(x)
         return self._one(x, "none") if self.packed else linear(x, self.weight, self.bias)
 
     def silu(self, x: Float[Tensor, "n D"]) -> Float[Tensor, "n E"]:
+        if self.panels is not None:
+            return silu(self.panels(x), inplace=True)
         return self._one(x, "swish") if self.packed else silu(linear(x, self.weight, self.bias), inplace=True)
 
     def times(self, x: Float[Tensor, "n D"], other: Float[Tensor, "n E"]) -> Float[Tensor, "n E"]:
+        """The product times `other`, which is overwritten."""
+        if self.panels is not None:
+            return self.panels(x, other, MULTIPLY)
         return self._two(x, other, "mul") if self.packed else linear(x, self.weight, self.bias).mul_(other)
 
     def plus(self, x: Float[Tensor, "n D"], other: Float[Tensor, "n E"]) -> Float[Tensor, "n E"]:
+        """The product plus `other`, which is overwritten."""
+        if self.panels is not None:
+            return self.panels(x, other, ADD)
         return self._two(x, other, "add") if self.packed else linear(x, self.weight, self.bias).add_(other)
 
     def _one(self, x: Tensor, what: str) -> Tensor:
@@ -121,3 +139,16 @@ class Product:
 
     def _two(self, x: Tensor, other: Tensor, what: str) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise.binary(x, other, self.weight, self.bias, what)
+
+
+class Layout:
+    """How the matrices of one decoder lie: as they are, in oneDNN's blocks, or in float32 in panels of our own, which a few rows read faster."""
+
+    def __init__(self, matrices: list[Tensor], rows: int) -> None:
+        self.rows = rows
+        size = sum(p.numel() * p.element_size() for p in matrices)
+        self.pack = size <= PACKED_BYTES and matrices[0].device.type == "cpu" and torch.backends.mkldnn.is_available()
+        self.slab = Slab() if self.pack and rows <= PANEL_ROWS and available() else None
+
+    def packs(self, weight: Tensor) -> bool:
+        return self.pack and weight.numel() >= SMALL and weight.dtype in (torch.float32, torch.bfloat16)
