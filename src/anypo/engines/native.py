@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 
 
 @functools.cache
-def load(source: str) -> ctypes.CDLL | None:
-    """The library made from a C file of this folder; None where it cannot be had: no compiler, no AVX-512, not Linux, or switched off.
+def load(source: Path) -> ctypes.CDLL | None:
+    """The library made from a C file; None where it cannot be had: no compiler, no AVX-512, not Linux, or switched off.
 
     It shares PyTorch's threads: both ask for libgomp by the same name, and PyTorch's is loaded first.
     """
@@ -33,23 +33,22 @@ def load(source: str) -> ctypes.CDLL | None:
     unfit = platform.system() != "Linux" or torch.backends.cpu.get_cpu_capability() != "AVX512"
     if os.environ.get("ANYPO_NATIVE") == "0" or unfit or compiler is None:
         return None
-    text = Path(__file__).with_name(source)
-    mark = hashlib.sha256(b"\0".join([text.read_bytes(), repr((compiler, FLAGS)).encode(), _processor()])).hexdigest()[:16]
-    library = _cache() / f"{text.stem}-{mark}.so"
+    mark = hashlib.sha256(b"\0".join([source.read_bytes(), repr((compiler, FLAGS)).encode(), _processor()])).hexdigest()[:16]
+    library = _cache() / f"{source.stem}-{mark}.so"
     try:
         if not library.exists():
-            _compile(compiler, text, library)
+            _compile(compiler, source, library)
         return ctypes.CDLL(str(library))
     except (OSError, subprocess.SubprocessError) as error:
-        log.info("%s was not compiled, PyTorch's products are used: %s", source, error)
+        log.info("%s was not compiled, PyTorch does its work: %s", source.name, error)
         return None
 
 
-def _compile(compiler: str, text: Path, library: Path) -> None:
+def _compile(compiler: str, source: Path, library: Path) -> None:
     library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=library.parent) as place:
         made = Path(place) / library.name
-        subprocess.run([compiler, *FLAGS, str(text), "-o", str(made)], check=True, capture_output=True, timeout=60)
+        subprocess.run([compiler, *FLAGS, str(source), "-o", str(made), "-lm"], check=True, capture_output=True, timeout=60)
         made.replace(library)  # processes that compile at the same time replace one another's equal file
 
 

@@ -13,7 +13,6 @@ from anypo.batch import Batch
 from anypo.domains.language import cache, decoder, sampler
 from anypo.domains.language.policy import LanguagePolicy
 from anypo.domains.language.sampler import Samples, draw_by_weight, nucleus, sample
-from anypo.engines.few_rows import available
 
 torch.set_num_threads(1)
 SIZE = {
@@ -85,10 +84,12 @@ def test_a_prompt_kept_once_for_its_samples_changes_nothing(kind: str, samples: 
 
 def test_prompts_are_kept_once_where_that_spares_much() -> None:
     network = sampler.Network(tiny())
+    assert network.direct is not None
+    made_of_calls = decoder.Decoder(network.direct, network.head, 16)
     long, short = torch.tensor([4096, 4096]), torch.tensor([10, 10])
-    assert cache.Shared.pays(network, long, rows=16)
-    assert not cache.Shared.pays(network, long, rows=2)
-    assert not cache.Shared.pays(network, short, rows=16)
+    assert cache.Shared.pays(network, made_of_calls, long, rows=16)
+    assert not cache.Shared.pays(network, made_of_calls, long, rows=2)
+    assert not cache.Shared.pays(network, made_of_calls, short, rows=16)
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
@@ -161,17 +162,15 @@ def test_the_direct_step_and_the_model_itself_draw_the_same(kind: str) -> None:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("rows", [5, decoder.PANEL_ROWS + 1])
 def test_products_with_reordered_weights_are_the_plain_ones(
-    rows: int, bias: bool, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+    bias: bool, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     g = torch.Generator().manual_seed(0)
-    weight, shift, x, other = (torch.randn(*shape, generator=g).to(dtype) for shape in ((48, 32), (48,), (rows, 32), (rows, 48)))
-    plain = decoder.Product(weight, shift if bias else None, decoder.Layout([weight], rows))  # too small to be worth it
+    weight, shift, x, other = (torch.randn(*shape, generator=g).to(dtype) for shape in ((48, 32), (48,), (5, 32), (5, 48)))
+    plain = decoder.Product(weight, shift if bias else None, decoder.Layout([weight], 5, 16))  # too small to be worth it
     monkeypatch.setattr(decoder, "SMALL", 1)
-    packed = decoder.Product(weight, shift if bias else None, decoder.Layout([weight], rows))
+    packed = decoder.Product(weight, shift if bias else None, decoder.Layout([weight], 5, 16))
     assert packed.packed and not plain.packed
-    assert (packed.panels is not None) == (available() and rows <= decoder.PANEL_ROWS and dtype == torch.float32)
     for mine, theirs in ((packed(x), plain(x)), (packed.silu(x), plain.silu(x)), (packed.times(x, other.clone()), plain.times(x, other.clone())),
                          (packed.plus(x, other.clone()), plain.plus(x, other.clone()))):  # fmt: skip
         torch.testing.assert_close(mine, theirs, atol=tolerance * float(theirs.abs().max()), rtol=tolerance)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from anypo.domains.language.decoder import Decoder
+from anypo.domains.language.kernels import Columns, attend
 from anypo.domains.language.network import Network, pad_right
 from anypo.domains.language.tree import pack
 
@@ -49,9 +50,8 @@ class _Stepping:
     network: Network
     decoder: Decoder | None
 
-    def __init__(self, network: Network, rows: int) -> None:
-        self.network = network
-        self.decoder = None if network.direct is None else Decoder(network.direct, network.head, rows)
+    def __init__(self, network: Network, decoder: Decoder | None) -> None:
+        self.network, self.decoder = network, decoder
         self.room = torch.empty(0)  # for the logits of one step in float32
 
     def logits(self, hidden: Float[Tensor, "n D"]) -> Float[Tensor, "n V"]:
@@ -74,15 +74,18 @@ class Slots(_Stepping):
     Prompts end in the same column, so that every row writes its next token to the same place.
     """
 
-    def __init__(self, network: Network, lengths: Int64[Tensor, " G"], owner: Int64[Tensor, " n"], extra: int) -> None:
+    def __init__(
+        self, network: Network, decoder: Decoder | None, lengths: Int64[Tensor, " G"], owner: Int64[Tensor, " n"], extra: int
+    ) -> None:
         """`lengths` of the distinct prompts, and which of them each row begins with."""
-        super().__init__(network, len(owner))
+        super().__init__(network, decoder)
         self.owner = owner
         self.columns = int(lengths.max())  # filled so far
         self.capacity = self.columns + extra
         self.rows = len(owner)
         self.layers: list[tuple[Tensor, Tensor]] = []
-        self.seen = (torch.arange(self.capacity) >= self.columns - lengths[owner][:, None])[:, None, None, :].to(network.device)
+        self.first = self.columns - lengths[owner]  # where each row begins
+        self.seen = (torch.arange(self.capacity) >= self.first[:, None])[:, None, None, :].to(network.device)
         self.bias = _bias(self.seen, network.head.weight.dtype)
 
     def fill(self, recorded: Recorder, prompts: Int64[Tensor, " m"], places: Int64[Tensor, "m columns"]) -> None:
@@ -102,7 +105,7 @@ class Slots(_Stepping):
         """Slot i takes the row of slot order[i]; only rows that change places are copied."""
         holes = (order != torch.arange(len(order), device=order.device)).nonzero().flatten()
         self.rows = len(order)
-        self.seen = self.seen[order]
+        self.seen, self.first = self.seen[order], self.first[order]
         self.bias = self.bias[order] if self.bias is not None else None
         _move(self.layers, holes, order, self.columns)
 
@@ -113,13 +116,14 @@ class Slots(_Stepping):
             return self.decoder.step(token, position, self.attend)
         return self.network(token[:, None], self.seen[..., : self.columns], position[:, None], cache=self)[0][:, 0]
 
-    def attend(
-        self, query: Float[Tensor, "n K g W"], key: Float[Tensor, "n K W"], value: Float[Tensor, "n K W"], layer: int, scale: float
-    ) -> Float[Tensor, "n K g W"]:
+    def attend(self, mixed: Float[Tensor, "n H+2K W"], layer: int, scale: float) -> Float[Tensor, "n H W"]:
         """What the queries of one token a row see in all keys so far, its own included."""
+        if self.decoder is not None and self.decoder.in_c:
+            return attend(mixed, Columns(*self.layers[layer], self.columns, self.first), None, None, scale)
+        query, key, value = _parted(mixed, self.layers[layer][0].shape[1])
         keys, values = self.write(key, value, layer)
         bias = None if self.bias is None else self.bias[..., : self.columns]
-        return scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=scale)
+        return scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=scale).flatten(1, 2)
 
     def write(self, key: Float[Tensor, "n K W"], value: Float[Tensor, "n K W"], layer: int) -> tuple[Tensor, Tensor]:
         """Put one token a row into the last column; all keys and values so far [n,K,columns,W]."""
@@ -141,22 +145,26 @@ class Shared(_Stepping):
     """
 
     @staticmethod
-    def pays(network: Network, lengths: Int64[Tensor, " G"], rows: int) -> bool:
-        """Whether it spares enough: it needs the CPU kernel that returns normalizers, and many rows of long prompts."""
-        if network.direct is None or network.device.type != "cpu":
+    def pays(network: Network, decoder: Decoder | None, lengths: Int64[Tensor, " G"], rows: int) -> bool:
+        """Whether it spares enough: without attention of our own it needs the CPU kernel that returns normalizers, and many rows of long prompts."""
+        if network.direct is None or decoder is None or network.device.type != "cpu":
             return False
         key_weight = network.direct.layers[0].key[0]
         a_token = 2 * key_weight.shape[0] * key_weight.element_size()
-        return int(lengths.max()) * (rows - len(lengths)) * a_token >= SHARED_BYTES
+        spared = int(lengths.max()) * (rows - len(lengths)) * a_token
+        return spared > 0 if decoder.in_c else spared >= SHARED_BYTES
 
-    def __init__(self, network: Network, lengths: Int64[Tensor, " G"], owner: Int64[Tensor, " n"], extra: int) -> None:
+    def __init__(
+        self, network: Network, decoder: Decoder | None, lengths: Int64[Tensor, " G"], owner: Int64[Tensor, " n"], extra: int
+    ) -> None:
         """`lengths` of the distinct prompts, and which of them each row begins with."""
-        super().__init__(network, len(owner))
+        super().__init__(network, decoder)
         self.extra, self.width = extra, int(lengths.max())
         self.columns = 0  # own tokens so far
         self.prompts: list[tuple[Tensor, Tensor]] = []
         self.own: list[tuple[Tensor, Tensor]] = []
-        self.bias = _bias((torch.arange(self.width) >= self.width - lengths[:, None])[:, None, None, :], network.head.weight.dtype)
+        self.first = self.width - lengths  # where each prompt begins
+        self.bias = _bias((torch.arange(self.width) >= self.first[:, None])[:, None, None, :], network.head.weight.dtype)
         self._line_up(owner, len(lengths))
 
     def _line_up(self, owner: Int64[Tensor, " n"], prompts: int) -> None:
@@ -189,7 +197,7 @@ class Shared(_Stepping):
         moved = survivors(asked)
         if len(moved) < self.asked:
             _move(self.prompts, (moved != torch.arange(len(moved))).nonzero().flatten(), moved, self.width)
-            self.bias = self.bias[moved] if self.bias is not None else None
+            self.bias, self.first = self.bias[moved] if self.bias is not None else None, self.first[moved]
             owner = torch.empty(self.asked, dtype=torch.int64).index_copy(0, moved, torch.arange(len(moved)))[owner]
         self._line_up(owner, len(moved))
 
@@ -199,20 +207,31 @@ class Shared(_Stepping):
         assert self.decoder is not None
         return self.decoder.step(token, position, self.attend)
 
-    def attend(
-        self, query: Float[Tensor, "n K g W"], key: Float[Tensor, "n K W"], value: Float[Tensor, "n K W"], layer: int, scale: float
-    ) -> Float[Tensor, "n K g W"]:
+    def attend(self, mixed: Float[Tensor, "n H+2K W"], layer: int, scale: float) -> Float[Tensor, "n H W"]:
         """What the queries of one token a row see in its prompt and in its own keys so far."""
+        if self.decoder is not None and self.decoder.in_c:
+            return attend(
+                mixed, Columns(*self.own[layer], self.columns), Columns(*self.prompts[layer], self.width, self.first), self.owner, scale
+            )
+        query, key, value = _parted(mixed, self.own[layer][0].shape[1])
         own, own_weight = _attention(query, *_append(self.own[layer], len(query), self.columns, key, value), None, scale)
         asking = query if self.regular else query[self.table]
         lines = asking.unflatten(0, (self.asked, self.samples)).transpose(1, 2).flatten(2, 3)
         keys, values = (x[: self.asked] for x in self.prompts[layer])
         found, weight = (self._by_row(x) for x in _attention(lines, keys, values, self.bias, scale))
-        return torch.lerp(own, found, (weight - own_weight).sigmoid_().unsqueeze(-1).to(own.dtype))
+        return torch.lerp(own, found, (weight - own_weight).sigmoid_().unsqueeze(-1).to(own.dtype)).flatten(1, 2)
 
     def _by_row(self, found: Float[Tensor, "G K Mg *W"]) -> Float[Tensor, "n K g *W"]:
         rows = found.unflatten(2, (self.samples, -1)).transpose(1, 2).flatten(0, 1)
         return rows if self.regular else rows[self.place]
+
+
+def _parted(
+    mixed: Float[Tensor, "n H+2K W"], key_heads: int
+) -> tuple[Float[Tensor, "n K g W"], Float[Tensor, "n K W"], Float[Tensor, "n K W"]]:
+    """Queries, keys and values. Query heads that share a key head stand in line as several queries, so that the keys need not be repeated."""
+    query, key, value = mixed.split([mixed.shape[1] - 2 * key_heads, key_heads, key_heads], dim=1)
+    return query.unflatten(1, (key_heads, -1)), key, value
 
 
 def _attention(
@@ -254,7 +273,8 @@ def survivors(alive: Bool[Tensor, " n"]) -> Int64[Tensor, " m"]:
 def _packed_prefill(network: Network, prompts: list[Tensor], extra: int) -> tuple[Slots | Shared, Float[Tensor, "n D"]]:
     distinct, owner = _distinct(prompts)
     lengths = torch.tensor([len(p) for p in distinct])
-    cache = (Shared if Shared.pays(network, lengths, len(owner)) else Slots)(network, lengths, owner, extra)
+    decoder = None if network.direct is None else Decoder(network.direct, network.head, len(owner))
+    cache = (Shared if Shared.pays(network, decoder, lengths, len(owner)) else Slots)(network, decoder, lengths, owner, extra)
     columns = int(lengths.max())
     last = torch.empty(0)
     for row in pack(distinct, PREFILL_TOKENS):

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from anypo.domains.language.direct import Direct, Layer
-from anypo.engines.few_rows import ADD, MULTIPLY, Panels, Slab, available
+from anypo.domains.language.kernels import LANES, FewRowsLayer, Norms, Panels, Slab, available
 
-Attend = Callable[[Tensor, Tensor, Tensor, int, float], Tensor]
+Attend = Callable[[Tensor, int, float], Tensor]
 PACKED_BYTES = 4 << 30
 SMALL = 1 << 16  # matrices of fewer elements are multiplied as they are
 PANEL_ROWS = 32  # with more rows than that a product is bound by arithmetic, and oneDNN's is as fast
@@ -33,45 +33,61 @@ class Decoder:
     def __init__(self, direct: Direct, head: Any, rows: int) -> None:
         """`rows`: about how many rows a step will have."""
         self.direct = direct
-        layout = Layout([*direct.body.parameters(), head.weight], rows)
-        self.layers = [_DecodingLayer(layer, layout) for layer in direct.layers]
+        layout = Layout([*direct.body.parameters(), head.weight], rows, width=direct.layers[0].query[0].shape[0] // direct.heads)
+        self.layers = [(_layer(layer, layout), layer.scale) for layer in direct.layers]
+        self.in_c = all(isinstance(layer, FewRowsLayer) for layer, _ in self.layers)
         self.final = Norm(*direct.final)
-        self.head = Product(head.weight, head.bias, layout)
+        slab = layout.slab if layout.suits(head.weight) else None
+        self.head = Product(head.weight, head.bias, layout) if slab is None else Panels(head.weight, head.bias, slab)
 
     def step(self, token: Int64[Tensor, " n"], position: Int64[Tensor, " n"], attend: Attend) -> Float[Tensor, "n D"]:
-        """States after reading `token` at `position`. `attend(query [n,K,g,W], key [n,K,W], value [n,K,W], layer, scale)` keeps the new keys and
-        values and returns what the queries see, [n,K,g,W]; g query heads share a key head."""
+        """States after reading `token` at `position`. `attend(mixed [n,H+2K,W], layer, scale)` keeps the keys and values, which follow the H heads'
+        queries in `mixed`, and returns what the queries see, [n,H,W]; query heads that share a key head stand together."""
         body, heads, key_heads = self.direct.body, self.direct.heads, self.direct.key_heads
         state = body.embed_tokens(token)
-        turn = Turn(*(x[:, 0, None] for x in body.rotary_emb(state, position[:, None])))
-        for index, layer in enumerate(self.layers):
-            mixed = layer.mix(layer.norm_before(state)).unflatten(1, (heads + 2 * key_heads, -1))
-            turned, value = mixed.split([heads + key_heads, key_heads], dim=1)
-            if layer.norm_query is not None and layer.norm_key is not None:
-                query, key = turned.split([heads, key_heads], dim=1)
-                turned = torch.cat([layer.norm_query(query), layer.norm_key(key)], dim=1)
-            query, key = turn(turned).split([heads, key_heads], dim=1)
-            # Query heads that share a key head stand in line as several queries, so that the keys need not be repeated.
-            out = attend(query.unflatten(1, (key_heads, -1)), key, value, index, layer.scale)
-            state = layer.output.plus(out.reshape(len(token), -1), state)
-            inner = layer.norm_after(state)
-            state = layer.down.plus(layer.up.times(inner, layer.gate.silu(inner)), state)
+        turn = Turn(*(x[:, 0] for x in body.rotary_emb(state, position[:, None])))
+        for index, (layer, scale) in enumerate(self.layers):
+            out = attend(layer.mix(state, turn, heads, key_heads), index, scale)
+            state = layer.finish(out.flatten(1), state)
         return self.final(state)
 
 
-class _DecodingLayer:
-    def __init__(self, layer: Layer, layout: Layout) -> None:
-        parts = (layer.query, layer.key, layer.value)
-        biases = [bias for _, bias in parts if bias is not None]
-        if len(biases) not in (0, 3):
-            raise AttributeError("some of queries, keys and values have a bias and some have none")
-        self.mix = Product(torch.cat([weight for weight, _ in parts]), torch.cat(biases) if biases else None, layout)
-        self.output = Product(*layer.output, layout)
-        self.gate, self.up, self.down = (Product(weight, None, layout) for weight in (layer.gate, layer.up, layer.down))
-        self.norm_before, self.norm_after = Norm(*layer.norm_before), Norm(*layer.norm_after)
-        self.norm_query = None if layer.norm_query is None else Norm(*layer.norm_query)
-        self.norm_key = None if layer.norm_key is None else Norm(*layer.norm_key)
-        self.scale = layer.scale
+def _layer(layer: Layer, layout: Layout) -> CallsLayer | FewRowsLayer:
+    parts = (layer.query, layer.key, layer.value)
+    biases = [bias for _, bias in parts if bias is not None]
+    if len(biases) not in (0, 3):
+        raise AttributeError("some of queries, keys and values have a bias and some have none")
+    mix = torch.cat([weight for weight, _ in parts]), torch.cat(biases) if biases else None
+    matrices = [mix, layer.output, *((weight, None) for weight in (layer.gate, layer.up, layer.down))]
+    norms = (layer.norm_before, layer.norm_after, layer.norm_query, layer.norm_key)
+    if layout.slab is not None and all(layout.suits(weight) for weight, _ in matrices):
+        return FewRowsLayer(norms, [Panels(*pair, layout.slab) for pair in matrices])
+    return CallsLayer(norms, [Product(*pair, layout) for pair in matrices])
+
+
+class CallsLayer:
+    """One layer but for its attention, from PyTorch's calls."""
+
+    def __init__(self, norms: Norms, matrices: list[Product]) -> None:
+        self.before, self.after, self.query, self.key = (None if n is None else Norm(*n) for n in norms)
+        self.mixing, self.output, self.gate, self.up, self.down = matrices
+
+    def mix(self, state: Float[Tensor, "n D"], turn: Turn, heads: int, key_heads: int) -> Float[Tensor, "n H+2K W"]:
+        """Queries, keys and values of the normed state, queries and keys rotated."""
+        assert self.before is not None
+        mixed = self.mixing(self.before(state)).unflatten(1, (heads + 2 * key_heads, -1))
+        turned = mixed[:, : heads + key_heads]
+        if self.query is not None and self.key is not None:
+            turned[:, :heads], turned[:, heads:] = self.query(turned[:, :heads]), self.key(turned[:, heads:])
+        turned.copy_(turn(turned))
+        return mixed
+
+    def finish(self, attended: Float[Tensor, "n A"], state: Float[Tensor, "n D"]) -> Float[Tensor, "n D"]:
+        """`state` plus the output of the attention, plus the gated layer of that."""
+        state = self.output.plus(attended, state)
+        assert self.after is not None
+        inner = self.after(state)
+        return self.down.plus(self.up.times(inner, self.gate.silu(inner)), state)
 
 
 class Norm:
@@ -89,49 +105,33 @@ class Norm:
 class Turn:
     """Rotary position embedding of one step, `direct.rotate` in three calls: the two halves of a head change places, the sign is the sine's."""
 
-    def __init__(self, cosine: Float[Tensor, "n 1 W"], sine: Float[Tensor, "n 1 W"]) -> None:
-        self.cosine, self.half = cosine, sine.shape[-1] // 2
-        self.sine = torch.cat([-sine[..., : self.half], sine[..., self.half :]], dim=-1)
+    def __init__(self, cosine: Float[Tensor, "n W"], sine: Float[Tensor, "n W"]) -> None:
+        self.cosine, self.sine, self.half = cosine.contiguous(), sine.contiguous(), sine.shape[-1] // 2
+        self.signed = torch.cat([-sine[:, : self.half], sine[:, self.half :]], dim=-1)
 
     def __call__(self, x: Float[Tensor, "n H W"]) -> Float[Tensor, "n H W"]:
-        return torch.addcmul(x * self.cosine, x.roll(self.half, -1), self.sine)
+        return torch.addcmul(x * self.cosine[:, None], x.roll(self.half, -1), self.signed[:, None])
 
 
 class Product:
-    """x @ weight.T + bias for few rows, alone or with what follows it."""
+    """x @ weight.T + bias for few rows, alone or with what follows it, which is overwritten."""
 
     def __init__(self, weight: Float[Tensor, "E D"], bias: Tensor | None, layout: Layout) -> None:
         weight = weight.detach()
         self.bias = None if bias is None else bias.detach()
-        self.panels: Panels | None = None
-        self.packed = layout.packs(weight)
-        if self.packed and layout.slab is not None and weight.dtype == torch.float32:
-            self.panels = Panels(weight, self.bias, layout.slab)
-        elif self.packed:
-            self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, layout.rows)
-        else:
-            self.weight = weight
+        self.packed = layout.suits(weight)
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, layout.rows) if self.packed else weight
 
     def __call__(self, x: Float[Tensor, "n D"]) -> Float[Tensor, "n E"]:
-        if self.panels is not None:
-            return self.panels(x)
         return self._one(x, "none") if self.packed else linear(x, self.weight, self.bias)
 
     def silu(self, x: Float[Tensor, "n D"]) -> Float[Tensor, "n E"]:
-        if self.panels is not None:
-            return silu(self.panels(x), inplace=True)
         return self._one(x, "swish") if self.packed else silu(linear(x, self.weight, self.bias), inplace=True)
 
     def times(self, x: Float[Tensor, "n D"], other: Float[Tensor, "n E"]) -> Float[Tensor, "n E"]:
-        """The product times `other`, which is overwritten."""
-        if self.panels is not None:
-            return self.panels(x, other, MULTIPLY)
         return self._two(x, other, "mul") if self.packed else linear(x, self.weight, self.bias).mul_(other)
 
     def plus(self, x: Float[Tensor, "n D"], other: Float[Tensor, "n E"]) -> Float[Tensor, "n E"]:
-        """The product plus `other`, which is overwritten."""
-        if self.panels is not None:
-            return self.panels(x, other, ADD)
         return self._two(x, other, "add") if self.packed else linear(x, self.weight, self.bias).add_(other)
 
     def _one(self, x: Tensor, what: str) -> Tensor:
@@ -142,13 +142,16 @@ class Product:
 
 
 class Layout:
-    """How the matrices of one decoder lie: as they are, in oneDNN's blocks, or in float32 in panels of our own, which a few rows read faster."""
+    """How the matrices of one decoder lie: as they are, in oneDNN's blocks, or in panels of our own, which few rows of float32 read faster."""
 
-    def __init__(self, matrices: list[Tensor], rows: int) -> None:
+    def __init__(self, matrices: list[Tensor], rows: int, width: int) -> None:
+        """All matrices of the model, about how many rows a step will have, and the width of a head."""
         self.rows = rows
         size = sum(p.numel() * p.element_size() for p in matrices)
         self.pack = size <= PACKED_BYTES and matrices[0].device.type == "cpu" and torch.backends.mkldnn.is_available()
-        self.slab = Slab() if self.pack and rows <= PANEL_ROWS and available() else None
+        few = rows <= PANEL_ROWS and width % LANES == 0 and all(p.dtype == torch.float32 for p in matrices)
+        self.slab = Slab() if self.pack and few and available() else None
 
-    def packs(self, weight: Tensor) -> bool:
+    def suits(self, weight: Tensor) -> bool:
+        """Whether reordering this matrix is worth it."""
         return self.pack and weight.numel() >= SMALL and weight.dtype in (torch.float32, torch.bfloat16)

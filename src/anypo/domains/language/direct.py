@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 from torch.utils.checkpoint import checkpoint
 
+from anypo.domains.language import kernels
 from anypo.domains.language.attention import tree_attention
 from anypo.domains.language.tree import PackedRow
 
 Record = Callable[[Tensor, Tensor, int], Any]
+LARGE = 1 << 14  # with fewer numbers than that a gate's passes are not what costs
 
 
 class Direct:
@@ -256,7 +258,7 @@ class GatedMlp(torch.autograd.Function):
         opened, raised = linear(inner, gate), linear(inner, up)
         ctx.save_for_backward(state, inverse, opened, raised, scale, gate, up, down)
         ctx.totals = [Total(weight, in_place) for weight in (gate, up, down)]
-        return torch.addmm(state, silu(opened).mul_(raised), down.t())
+        return torch.addmm(state, _gate(opened, raised), down.t())
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -264,11 +266,9 @@ class GatedMlp(torch.autograd.Function):
         state, inverse, opened, raised, scale, gate, up, down = ctx.saved_tensors
         _, needs_scale, _, needs_gate, needs_up, needs_down, _ = ctx.needs_input_grad
         total_gate, total_up, total_down = ctx.totals
-        active = silu(opened)
-        grad_down = total_down.add(slope, active * raised) if needs_down else None
-        back = slope @ down
-        grad_opened = torch.ops.aten.silu_backward(back * raised, opened)
-        grad_raised = back.mul_(active)
+        gated, grad_opened, grad_raised = _gate_backward(opened, raised, slope @ down)
+        grad_down = total_down.add(slope, gated) if needs_down else None
+        del gated
         unit = state.float() * inverse
         inner = unit.to(state.dtype) * scale
         grad_gate = total_gate.add(grad_opened, inner) if needs_gate else None
@@ -276,3 +276,23 @@ class GatedMlp(torch.autograd.Function):
         back = (grad_opened @ gate).addmm_(grad_raised, up)
         grad_state, grad_scale = _normalize_backward(back, unit, inverse, scale, needs_scale)
         return grad_state.add_(slope), grad_scale, None, grad_gate, grad_up, grad_down, None
+
+
+def _gate(opened: Float[Tensor, "n I"], raised: Float[Tensor, "n I"]) -> Float[Tensor, "n I"]:
+    return kernels.gate(opened, raised) if _in_c(opened, raised) else silu(opened).mul_(raised)
+
+
+def _gate_backward(
+    opened: Float[Tensor, "n I"], raised: Float[Tensor, "n I"], slope: Float[Tensor, "n I"]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """silu(opened) * raised, and its gradients in both for `slope`, which is overwritten."""
+    if _in_c(opened, raised, slope):
+        return kernels.gate_backward(opened, raised, slope)
+    active = silu(opened)
+    by_opened = torch.ops.aten.silu_backward(slope * raised, opened)
+    return active * raised, by_opened, slope.mul_(active)
+
+
+def _in_c(*tensors: Tensor) -> bool:
+    plain = all(x.device.type == "cpu" and x.dtype == torch.float32 and x.is_contiguous() for x in tensors)
+    return plain and tensors[0].numel() >= LARGE and kernels.available()

@@ -167,10 +167,12 @@ class Network:
         expected, _ = self(tokens, None, None)
         seen: dict[int, tuple[tuple[Tensor], tuple[Tensor]]] = {}
 
-        def attend(query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float) -> Tensor:
+        def attend(mixed: Tensor, layer: int, scale: float) -> Tensor:
+            assert self.direct is not None
+            query, key, value = mixed.split([self.direct.heads, self.direct.key_heads, self.direct.key_heads], dim=1)
             keys, values = (torch.cat([*old, new[:, :, None]], 2) for old, new in zip(seen.get(layer, ((), ())), (key, value), strict=True))
             seen[layer] = ((keys,), (values,))
-            return scaled_dot_product_attention(query, keys, values, scale=scale)
+            return scaled_dot_product_attention(query[:, :, None], keys, values, scale=scale, enable_gqa=True)[:, :, 0]
 
         assert self.direct is not None
         decoder = Decoder(self.direct, self.head, rows=2)
