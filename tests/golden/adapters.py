@@ -11,10 +11,13 @@ from anypo.seams.credit import gae, whiten
 # Golden files that cover several rows, or a shared baseline without a row of its own: the modules to look in, in order.
 MODULES: dict[str, list[str]] = {
     "dr_rpo": ["anypo.methods.tabular.dr_rpo", "anypo.domains.tabular.robust_mdp"],
+    "ecpo": ["anypo.methods.language.ecpo", "anypo.domains.language.certificates"],
     "gae_sac": ["anypo.methods.control.sac"],
     "hpgd": ["anypo.methods.tabular.hpgd", "anypo.domains.tabular.leader"],
+    "para_grpo": ["anypo.methods.language.para_grpo", "anypo.domains.language.toys.event_video"],
     "regression_oracle": ["anypo.methods.tabular.regression_oracle", "anypo.domains.tabular.payments"],
     "rloo_reinforce_pp": ["anypo.methods.language.rloo", "anypo.methods.language.reinforce_pp"],
+    "shared_backbone_ppo": ["anypo.methods.control.shared_backbone_ppo", "anypo.domains.control.uav_swarm"],
 }
 
 # (slug, quantity) -> a function of the case's keyword arguments.

@@ -121,6 +121,14 @@ class GAE:
         return whiten(estimate.advantages, batch.mask) if self.normalize else estimate.advantages
 
 
+@dataclass
+class NoCredit:
+    """Nothing to hand out: the objective looks at no advantages (imitation, gradients through the actions themselves)."""
+
+    def __call__(self, batch: Batch, run: Run) -> Tensor:
+        return torch.zeros(batch.mask.shape)
+
+
 def per_action_ends(batch: Batch) -> tuple[Tensor, Tensor]:
     """`terminated` and `truncated` as [N,T]; where they are given per row [N], they hold at the row's last action."""
     ends = []

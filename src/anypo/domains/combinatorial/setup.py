@@ -12,12 +12,17 @@ from anypo.policy import Policy
 from anypo.task import Task
 
 DEFAULT_TASK = "shop:heterogeneous"
-FAMILIES = ("shop", "inventory")
-POLICY_OPTIONS = {"shop": ("hidden",), "inventory": ("policy", "hidden", "initial_log_std")}
+POLICY_OPTIONS = {
+    "shop": ("hidden",),
+    "inventory": ("policy", "hidden", "initial_log_std"),
+    "blocking": ("hidden", "layers"),
+    "tsp": ("state", "layers", "width", "heads"),
+}
+FAMILIES = tuple(POLICY_OPTIONS)
 
 
 def owns(task: str) -> bool:
-    """Whether the task's name begins with shop: or inventory:."""
+    """Whether the task's name begins with shop:, inventory:, blocking: or tsp:."""
     return task.partition(":")[0] in FAMILIES and ":" in task
 
 
@@ -25,24 +30,28 @@ def build(task: Any, model: str | None, *, needs: Set[str] = frozenset(), seed: 
     """Policy and task. `shop:homogeneous` and `shop:heterogeneous` take the options `load`, `jobs`, `operations`, `machines`, `objective`,
     `instances`, `evaluation_instances` and `hidden`; `inventory:one_store`, `one_store_lost`, `serial`, `warehouse` and `transshipment` those of their
     setting (`lead_time`, `underage`, `stores`), `scenarios`, `batch`, `periods`, `warm_up`, `test_scenarios`, `test_periods`, `policy` (mlp, graph,
-    base_stock), `hidden` and `initial_log_std`. `model`: the folder of a saved policy to go on from.
+    base_stock), `hidden` and `initial_log_std`; `blocking:random` those of its setting (`smallest`, `largest`, `longest`, `p_down`, `d_max`),
+    `instances`, `evaluation_instances`, `jobs`, `machines`, `hidden` and `layers`; `tsp:random` `cities`, `labelled`, `batch`,
+    `evaluation_instances`, `state` (reduced, direct), `layers`, `width` and `heads`. `model`: the folder of a saved policy to go on from.
 
     Raises ValueError for an unknown task or option and for a policy that does not fit.
     """
     import torch
 
     torch.set_num_threads(1)  # networks of this size are slower with several threads
-    family = task.partition(":")[0] if isinstance(task, str) else "shop" if hasattr(task, "spaces") else "inventory"
+    family = (task if isinstance(task, str) else task.name).partition(":")[0]
     if family not in FAMILIES:
-        raise ValueError(f"unknown task '{task}'; there are shop:... and inventory:...")
+        raise ValueError(f"unknown task '{task}'; there are {', '.join(f'{name}:...' for name in FAMILIES)}")
     chosen = {name: options.pop(name) for name in POLICY_OPTIONS[family] if name in options}
-    built = (_shop if family == "shop" else _inventory)(task, options, seed) if isinstance(task, str) else task
-    policy = (_dispatcher if family == "shop" else _orderer)(built, model, needs, seed, chosen)
-    return policy, built
+    task_of, policy_of = {
+        "shop": (_shop, _dispatcher), "inventory": (_inventory, _orderer), "blocking": (_blocking, _mover), "tsp": (_tours, _traveller)
+    }[family]  # fmt: skip
+    built = task_of(task, options, seed) if isinstance(task, str) else task
+    return policy_of(built, model, needs, seed, chosen), built
 
 
 def evaluate(model: str, task: str, *, k: tuple[int, ...] = (1,), seed: int = 0, **options: Any) -> dict[str, Any]:
-    """Mean makespan and flow time, or cost a store and period, of a saved policy on the held-out problems, with 95% bootstrap intervals.
+    """What a task measures (makespan, flow time, cost, excess over the shortest tours) of a saved policy, held out, with 95% bootstrap intervals.
 
     `k` and `seed` mean nothing here: the held-out problems are the same for everyone.
     """
@@ -50,7 +59,9 @@ def evaluate(model: str, task: str, *, k: tuple[int, ...] = (1,), seed: int = 0,
 
     policy, built = build(task, model, **options)
     measured: dict[str, Any]
-    if hasattr(built, "spaces"):
+    if hasattr(built, "measure"):
+        measured = built.measure(policy)
+    elif hasattr(built, "spaces"):
         done = built.held_out(policy)  # type: ignore[attr-defined]
         measured = {"makespan": done.makespan, "flow": done.flow(built.held_out_instances.arrival)}  # type: ignore[attr-defined]
     else:
@@ -84,6 +95,40 @@ def _inventory(task: str, options: dict[str, Any], seed: int) -> Task:
     _refuse_unknown(options, [*setting, *own, *POLICY_OPTIONS["inventory"]], name)
     arguments = {n: v for n, v in options.items() if n in setting}
     return InventoryTask(SETTINGS[name](**arguments), seed=seed, **{n: v for n, v in options.items() if n in own})
+
+
+def _blocking(task: str, options: dict[str, Any], seed: int) -> Task:
+    from anypo.domains.combinatorial.blocking_tasks import BlockingSetting, BlockingTask
+
+    setting, own = [f.name for f in fields(BlockingSetting)], _keywords(BlockingTask)
+    _refuse_unknown(options, [*setting, *own, *POLICY_OPTIONS["blocking"]], "blocking shops")
+    chosen = BlockingSetting(**{n: v for n, v in options.items() if n in setting})
+    return _only(task, BlockingTask(chosen, **{n: v for n, v in options.items() if n in own}))
+
+
+def _tours(task: str, options: dict[str, Any], seed: int) -> Task:
+    from anypo.domains.combinatorial.tour_tasks import TourTask
+
+    _refuse_unknown(options, [*(n for n in _keywords(TourTask) if n != "seed"), *POLICY_OPTIONS["tsp"]], "tours")
+    return _only(task, TourTask(seed=seed, **options))
+
+
+def _only(name: str, task: Any) -> Task:
+    if task.name != name:
+        raise ValueError(f"unknown task '{name}'; did you mean {task.name}?")
+    return task
+
+
+def _mover(task: Any, model: str | None, needs: Set[str], seed: int, options: dict[str, Any]) -> Policy:
+    from anypo.domains.combinatorial.blocking_policy import BlockingPolicy, load_blocking_policy
+
+    return BlockingPolicy(seed=seed, **options) if model is None else load_blocking_policy(Path(model))
+
+
+def _traveller(task: Any, model: str | None, needs: Set[str], seed: int, options: dict[str, Any]) -> Policy:
+    from anypo.domains.combinatorial.tour_policy import TourPolicy, load_tour_policy
+
+    return TourPolicy(seed=seed, **options) if model is None else load_tour_policy(Path(model))
 
 
 def _dispatcher(task: Any, model: str | None, needs: Set[str], seed: int, options: dict[str, Any]) -> Policy:

@@ -21,6 +21,7 @@ from anypo.domains.control.collect import Beginning, Finished, Stream, Trajector
 from anypo.domains.control.envs import EnvironmentFailed, Environments, Maker, describe, make_environments, maker
 from anypo.domains.control.policy import EnvironmentPolicy
 from anypo.domains.control.replay import Recording, as_batch, read
+from anypo.domains.control.teams import Teams
 from anypo.run import Run
 from anypo.task import Prompt
 
@@ -56,7 +57,7 @@ class GymTask:
         if action_chunk > 1:
             self.spaces = chunked_spaces(self.spaces, action_chunk)
         self.name = self.spaces.name
-        self.prompts_per_step, self.horizon = envs, horizon
+        self.prompts_per_step, self.horizon = envs * self.spaces.team_size, horizon
         self.normalize_rewards = normalize_rewards
         self.reward_gamma, self.evaluation_episodes, self.on_env_error = reward_gamma, evaluation_episodes, on_env_error
         self.data, self.video = data, video
@@ -71,14 +72,18 @@ class GymTask:
         self._before_prompts: Mapping[str, Any] | None = None  # state of the random stream that the step's prompts were drawn from
 
     def environments(self, count: int) -> Environments:
-        """`count` fresh environments of this task's kind."""
-        made = make_environments(self.make, self.spaces, count, self.on_env_error == "restart")
+        """`count` fresh environments of this task's kind; with several agents each, rows, of which a team has several."""
+        team = self.spaces.team_size
+        made = make_environments(self.make, self.spaces, -(-count // team), self.on_env_error == "restart")
+        if team > 1:
+            return Teams(made, team)
         return Chunked(made, self.spaces.chunk) if self.spaces.chunk > 1 else made
 
     def prompts(self, count: int, rng: np.random.Generator) -> list[Prompt]:
-        """`count` start seeds. Environments that already run are not reset by them."""
+        """`count` start seeds, one for all agents of a team. Environments that already run are not reset by them."""
         self._before_prompts = rng.bit_generator.state
-        return [Prompt(id=int(seed), content=int(seed)) for seed in rng.integers(EVALUATION_SEED, size=count)]
+        team = self.spaces.team_size
+        return [Prompt(id=int(seed), content=int(seed)) for seed in rng.integers(EVALUATION_SEED, size=-(-count // team)).repeat(team)]
 
     def collect(self, prompts: list[Prompt], run: Run) -> Batch:
         policy: EnvironmentPolicy = run.policy  # type: ignore[assignment]
@@ -110,9 +115,11 @@ class GymTask:
         if continuous_on_policy if self.normalize_rewards is None else self.normalize_rewards:
             self.scale.update(seen.reward, seen.terminated | seen.truncated, self.reward_gamma)
         rows = torch.arange(len(prompts))
-        return self._batch(seen, rows, rows.clone(), run, critic=True), seen
+        return self._batch(seen, rows // self.spaces.team_size, rows, run, critic=True), seen
 
     def _groups(self, prompts: list[Prompt], run: Run) -> tuple[Batch, Trajectories]:
+        if self.spaces.team_size > 1:
+            raise ValueError(f"{self.name} has teams of {self.spaces.team_size}, which attempt each start once; set select.group_size to 1")
         seeds = [p.content for p in prompts for _ in range(p.samples)]
         group = torch.tensor([g for g, p in enumerate(prompts) for _ in range(p.samples)])
         self._limit = prompts[0].max_actions
@@ -182,6 +189,8 @@ class GymTask:
 
     def _next_value(self, seen: Trajectories, value: Tensor, run: Run) -> Tensor:
         """[N,T]: the critic at the true next observations. Inside an episode that is the next value; only ends are evaluated again."""
+        if not run.policy.memoryless:  # a value may depend on other rows
+            return run.policy.values(torch.from_numpy(seen.following))  # type: ignore[operator]
         following = torch.cat([value[:, 1:], value.new_zeros(len(value), 1)], dim=1)
         again = torch.from_numpy(seen.terminated | seen.truncated)
         again[:, -1] = True
@@ -193,7 +202,7 @@ class GymTask:
         if returns:
             self.last_return = float(np.mean(returns))
             run.log(episode_return=self.last_return, episode_length=float(np.mean(lengths)))
-        run.log(episodes=len(returns), **({} if self.last_return is None else {"reward": self.last_return}))
+        run.log(episodes=len(returns) // self.spaces.team_size, **({} if self.last_return is None else {"reward": self.last_return}))
         environments = self._stream.environments if self._stream else self._episode_environments
         if environments is not None and environments.failures:
             run.log(environment_failures=environments.failures)
@@ -227,9 +236,10 @@ class GymTask:
     def held_out(self, policy: EnvironmentPolicy, count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """Returns and lengths [count] of episodes from held-out start seeds."""
         first = EVALUATION_SEED * (1 + seed)
-        seeds = list(range(first, first + count))
-        seen = episodes(self.environments(count), seeds, policy.actor(), policy.for_environment, None)
-        return seen.reward.sum(1, dtype=np.float64), seen.mask.sum(1)
+        team = self.spaces.team_size
+        seeds = [seed for seed in range(first, first + count) for _ in range(team)]
+        seen = episodes(self.environments(count * team), seeds, policy.actor(), policy.for_environment, None)
+        return seen.reward[::team].sum(1, dtype=np.float64), seen.mask[::team].sum(1)
 
     def state_dict(self) -> dict[str, Any]:
         stream = self._stream.state_dict() if self._stream else self._pending

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Set
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ DEFAULT_TASK = "digits:ink"
 
 def owns(task: str) -> bool:
     """Whether this domain knows the task by name."""
-    return task.split(":")[0] in ("digits", "gaussians", "pictures")
+    return task.split(":")[0] in ("digits", "gaussians", "pictures", "styled_digits", "attributes", "views", "scenes")
 
 
 def build(task: Any, model: str | None, *, needs: Set[str] = frozenset(), seed: int = 0, **options: Any) -> tuple[Policy, Task]:
@@ -44,12 +45,18 @@ def build(task: Any, model: str | None, *, needs: Set[str] = frozenset(), seed: 
 def new_policy(task: Any) -> Policy:
     """The model that ships for a task. Raises ValueError when there is none."""
     from anypo.domains.diffusion import builtin
+    from anypo.domains.diffusion.attributes import AttributeModes
+    from anypo.domains.diffusion.styled_digits import StyledDigits, styled_flow
     from anypo.domains.diffusion.tasks import Digits, Gaussians
 
-    name = "digits" if isinstance(task, Digits) else "gaussians" if isinstance(task, Gaussians) else None
-    if name is None:
-        raise ValueError(f"no model ships for the task '{task.name}'; name one with --model")
-    return builtin.flow(name)
+    if isinstance(task, StyledDigits):
+        return styled_flow()
+    if task.name in ("views", "scenes"):
+        return {"views": builtin.views, "scenes": builtin.scenes}[task.name]()
+    for kind, name in ((Digits, "digits"), (Gaussians, "gaussians"), (AttributeModes, "attributes")):
+        if isinstance(task, kind):
+            return builtin.flow(name)
+    raise ValueError(f"no model ships for the task '{task.name}'; name one with --model")
 
 
 def load(model: str | Path) -> Policy:
@@ -57,7 +64,17 @@ def load(model: str | Path) -> Policy:
     from anypo.domains.diffusion.policy import load as load_saved
 
     folder = Path(model)
-    return load_saved(folder if (folder / "policy.json").exists() else folder / "model")
+    folder = folder if (folder / "policy.json").exists() else folder / "model"
+    kind = json.loads((folder / "policy.json").read_text()).get("kind") if (folder / "policy.json").exists() else None
+    if kind == "views":
+        from anypo.domains.diffusion.views import load_views
+
+        return load_views(folder)
+    if kind == "scenes":
+        from anypo.domains.diffusion.latent_flow import load_latent_flow
+
+        return load_latent_flow(folder)
+    return load_saved(folder)
 
 
 def evaluate(model: str, task: str, *, k: tuple[int, ...] = (1,), seed: int = 0, samples: int = 400, **options: Any) -> dict[str, Any]:

@@ -186,11 +186,26 @@ class Gaussians(DenoisingTask):
 
 
 def make_task(name: str, **options: Any) -> DenoisingTask:
-    """`digits:<reward>` or `gaussians:<mode>`. Raises ValueError for another name."""
+    """`digits:<reward>`, `gaussians:<mode>`, `styled_digits`, `attributes`, `scenes` or `views`. Raises ValueError for another name."""
+    from anypo.domains.diffusion.attributes import AttributeModes
+    from anypo.domains.diffusion.scenes import Scenes
+    from anypo.domains.diffusion.styled_digits import StyledDigits
+    from anypo.domains.diffusion.views import Views
+
     kind, _, rest = name.partition(":")
+    plain: dict[str, type[DenoisingTask]] = {
+        "attributes": AttributeModes,
+        "scenes": Scenes,
+        "styled_digits": StyledDigits,
+        "views": Views,
+    }
+    if name in plain:
+        return plain[name](**options)
     if kind == "digits":
         return Digits(rest or "ink", **options)
     if kind == "gaussians" and (rest or "0").isdigit():
         return Gaussians(int(rest or 0), **options)
     known = ", ".join(f"digits:{reward}" for reward in REWARDS)
-    raise ValueError(f"unknown diffusion task '{name}'; there are {known}, gaussians:<0 to 7> and pictures:<file with a prompt a line>")
+    raise ValueError(
+        f"unknown diffusion task '{name}'; there are {known}, gaussians:<0 to 7>, styled_digits, attributes, scenes, views and pictures:<file with a prompt a line>"
+    )

@@ -1,1 +1,1 @@
-"""Games of two players with hidden cards, small enough to be compiled into a table and solved for exploitability exactly."""
+"""Games of two players: with hidden cards and solved exactly, one-shot dilemmas, differentiable games, programs that read programs, and foraging."""

@@ -1,8 +1,9 @@
-"""Models that ship: two small flow models and a classifier of 8x8 digits. `pretrain.py` beside this file makes them."""
+"""Models that ship: five small flow models and a classifier of 8x8 digits. `pretrain.py` beside this file makes them."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxtyping import Float
 from safetensors.torch import load_file
@@ -11,8 +12,17 @@ from torch import Tensor, nn
 from anypo.domains.diffusion.network import VelocityNetwork
 from anypo.domains.diffusion.policy import FlowPolicy
 
+if TYPE_CHECKING:
+    from anypo.domains.diffusion.latent_flow import LatentFlow
+    from anypo.domains.diffusion.views import ViewFlow
+
 FOLDER = Path(__file__).parent
-SIZES = {"digits": (64, 10, (256, 256)), "gaussians": (2, 0, (128, 128))}  # by name: D, length of the condition, hidden layers
+SIZES = {
+    "digits": (64, 10, (256, 256)),
+    "gaussians": (2, 0, (128, 128)),
+    "attributes": (2, 5, (128, 128)),
+    "views": (3, 4, (64, 64)),
+}  # by name: D, length of the condition, hidden layers
 
 
 def network(name: str, seed: int = 0) -> VelocityNetwork:
@@ -22,10 +32,26 @@ def network(name: str, seed: int = 0) -> VelocityNetwork:
 
 
 def flow(name: str) -> FlowPolicy:
-    """The pre-trained model `digits` or `gaussians`."""
+    """The pre-trained model `digits`, `gaussians` or `attributes`."""
     trained = network(name)
     trained.load_state_dict({k: v.float() for k, v in load_file(FOLDER / f"{name}.safetensors").items()})
     return FlowPolicy(trained, f"builtin:{name}")
+
+
+def views() -> ViewFlow:
+    """The model of small camera moves around point clouds (see views.py)."""
+    from anypo.domains.diffusion.views import ViewFlow
+
+    return ViewFlow(flow("views").network, "builtin:views")
+
+
+def scenes() -> LatentFlow:
+    """The model of two-object scenes whose latent actions are aligned and not yet rewarded (see latent_flow.py)."""
+    from anypo.domains.diffusion.latent_flow import LatentFlow
+
+    policy = LatentFlow(name="builtin:scenes")
+    policy.load_state_dict({k: v.float() for k, v in load_file(FOLDER / "scenes.safetensors").items()})
+    return policy
 
 
 class Classifier(nn.Module):

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from anypo.domains.diffusion.attributes import AttributeModes
 from anypo.domains.diffusion.builtin import FOLDER, network
 from anypo.domains.diffusion.tasks import Gaussians
 
@@ -90,6 +91,7 @@ def main(folder: Path) -> None:
         "classifier": train_classifier(),
         "gaussians": dict(train_flow("gaussians", lambda n, g: (Gaussians.data(n, g), None), 12_000, batch=1024).state_dict()),
         "digits": dict(train_flow("digits", digit_batches(), 12_000).state_dict()),
+        "attributes": dict(train_flow("attributes", AttributeModes.data, 8_000, batch=512).state_dict()),
     }
     for name, weights in models.items():
         save_file({k: v.to(torch.float16).contiguous() for k, v in weights.items()}, folder / f"{name}.safetensors")
