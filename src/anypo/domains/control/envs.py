@@ -20,9 +20,15 @@ from numpy.typing import NDArray
 from anypo.domains.control import classic
 
 OWN = {  # environments of this package, registered with Gymnasium when they are asked for
+    "NoisyPoint-v0": "anypo.domains.control.noisy_point",
+    "ForkedGoal-v0": "anypo.domains.control.forked_goal",
+    "PickPlace-v0": "anypo.domains.control.pick_place",
     "PointAvoid-v0": "anypo.domains.control.point_avoid",
     "PointCircle-v0": "anypo.domains.control.point_circle",
+    "TrackCar-v0": "anypo.domains.control.tracking",
     "TwoGoals-v0": "anypo.domains.control.two_goals",
+    "UavSwarm-v0": "anypo.domains.control.uav_swarm",
+    "UavSwarmPreserved-v0": "anypo.domains.control.uav_swarm",
 }
 Maker = Callable[..., Any]  # makes a Gymnasium environment; takes `render_mode` where pictures of it are wanted
 
@@ -46,6 +52,7 @@ class Spaces:
     low: NDArray[np.float32] | None  # [D] bounds of continuous actions, possibly infinite
     high: NDArray[np.float32] | None
     chunk: int = 1  # environment steps an action takes; D counts all of them
+    team_size: int = 1  # agents that act at once, each by a row of its own; all else here is one agent's
 
     @property
     def action_size(self) -> int:
@@ -130,6 +137,7 @@ def describe(make: Maker) -> Spaces:
         raise ValueError(f"the environment raised {type(error).__name__} when it was made: {error}") from error
     observed, acted = environment.observation_space, environment.action_space
     name = environment.spec.id if environment.spec is not None else type(environment.unwrapped).__name__
+    team = int(getattr(environment.unwrapped, "team_size", 1))
     environment.close()
     if not isinstance(observed, spaces.Box | spaces.Discrete):
         raise ValueError(
@@ -147,7 +155,7 @@ def describe(make: Maker) -> Spaces:
             f"{name} has actions of type {kind}; Discrete and continuous Box are supported, so wrap it in a gymnasium.ActionWrapper that has one of them"
         )
     size = int(observed.n) if isinstance(observed, spaces.Discrete) else int(np.prod(observed.shape))
-    return Spaces(name, size, isinstance(observed, spaces.Discrete), actions, low, high)
+    return Spaces(name, size, isinstance(observed, spaces.Discrete), actions, low, high, team_size=team)
 
 
 def make_environments(make: Maker, spaces: Spaces, count: int, tolerant: bool = False) -> Environments:

@@ -7,11 +7,15 @@ from collections.abc import Set
 from typing import Any
 
 PLAIN = "anypo.domains.control.policy:ControlPolicy"  # an actor beside a critic
-BY_SIGNAL = {  # a signal that only one kind provides -> that kind
+BY_SIGNAL = {  # a signal that only one kind provides (or that others lack, before theirs) -> that kind
+    "steered_noise": "anypo.domains.diffusion.steering:SteeredPolicy",
+    "energy_new": "anypo.domains.diffusion.energy_flow:EnergyFlowActorCritic",
     "q_new": "anypo.domains.control.soft:SquashedGaussianActorCritic",
     "q_actor": "anypo.domains.control.deterministic:DeterministicActorCritic",
     "flow_velocity": "anypo.domains.diffusion.action_flow:FlowActionPolicy",
     "mixture_logp": "anypo.methods.control.cfpi:ClosedFormPolicy",
+    "feedback": "anypo.domains.control.tracking:TrackingPolicy",
+    "shared_value": "anypo.methods.control.shared_backbone_ppo:SharedBackbonePolicy",
     "denoising_chain": "anypo.domains.diffusion.action_diffusion:DiffusionActionPolicy",
 }
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from anypo.domains.control.envs import Spaces
 from anypo.domains.control.perceptron import Network
@@ -30,6 +30,23 @@ class ActionNetwork(Network):
 
     def predict(self, action: Float[Tensor, "... D"], level: Float[Tensor, ...], observation: Float[Tensor, "... O"]) -> Tensor:
         return self(torch.cat([action, observation, level_features(level)], dim=-1))
+
+    def along(self, levels: Float[Tensor, " K"], observation: Float[Tensor, "B O"]) -> Callable[[int, Tensor], Tensor]:
+        """`predict` at levels and observations that are known: along(levels, observations)(k, actions [B,D]) is the output at levels[k]."""
+        (weight, bias), *rest = self.pairs
+        by_action, by_observation, by_level = weight.split(
+            (self.size, self.observation_size, weight.shape[1] - self.size - self.observation_size), 1
+        )
+        fixed = nn.functional.linear(observation, by_observation, bias)
+        shares = nn.functional.linear(level_features(levels.to(fixed.dtype)), by_level)
+
+        def predict(k: int, action: Tensor) -> Tensor:
+            x = torch.addmm(fixed + shares[k], action, by_action.T)
+            for weight, bias in rest:
+                x = nn.functional.linear(torch.relu(x), weight, bias)
+            return x
+
+        return predict
 
     def at_levels(self, levels: Float[Tensor, " K"]) -> Callable[[NDArray], Predict]:
         """`predict` in NumPy at levels that are known: at_levels(levels)(observations [N,O])(k, actions [N,D]) is the output at levels[k]."""

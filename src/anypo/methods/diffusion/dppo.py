@@ -25,6 +25,7 @@ from anypo.domains.diffusion.action_diffusion import inner_actions, logp, mean, 
 from anypo.method import Paper
 from anypo.methods.control.ppo import METHOD as PPO
 from anypo.policy import Loss, Signals
+from anypo.seams.cloning import CloneDemonstrations
 from anypo.seams.credit import dense_reward, per_action_ends, whiten
 from anypo.seams.credit import gae as generalized_advantages
 from anypo.seams.groups import masked_mean
@@ -75,29 +76,6 @@ def loss(
     inside = torch.ones_like(logp, dtype=torch.bool)
     value = clipped(token_ratio(logp, old_logp, inside), denoise_advantage(adv, logp.shape[1], gamma_den), 1 - bound, 1 + bound)
     return -value.mean()
-
-
-@dataclass
-class CloneDemonstrations:
-    """Before the first step, imitate the task's demonstrations, unless the policy is a pretrained one."""
-
-    steps: int = 3000  # of the optimizer, >= 0; 0 = begin with an untrained network
-    batch_size: int = 256  # actions a step, >= 1
-    learning_rate: float = 3e-3  # of Adam, > 0, falling to 0
-
-    def __call__(self, run: Run) -> None:
-        policy = run.policy
-        if not self.steps or bool(policy.pretrained):
-            return
-        shown = run.task.demonstrations(run.rng) if hasattr(run.task, "demonstrations") else None
-        if shown is None:
-            raise ValueError(
-                f"{run.method.name} fine-tunes a policy that imitates demonstrations, and {run.task.name} brings none: give recorded steps "
-                "(--option data=FILE) or a policy (--model FOLDER), or begin with an untrained one (--set prepare.0.steps=0)"
-            )
-        seen, action = torch.from_numpy(shown.observation), torch.from_numpy(policy.from_environment(shown.action))
-        error = policy.clone(seen, action, run.generator, steps=self.steps, batch_size=self.batch_size, learning_rate=self.learning_rate)
-        run.log(cloning_loss=error)
 
 
 @dataclass
