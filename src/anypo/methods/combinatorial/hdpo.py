@@ -23,6 +23,7 @@ from anypo.batch import Batch
 from anypo.domains.combinatorial.inventory import allocate, store_step, warehouse_step
 from anypo.method import Method, Paper
 from anypo.policy import Loss, Signals
+from anypo.seams.credit import NoCredit
 from anypo.seams.groups import masked_mean
 from anypo.seams.reward import TaskReward
 from anypo.seams.rollout import OnPolicy
@@ -32,7 +33,7 @@ from anypo.seams.update import GradientSteps
 if TYPE_CHECKING:
     from anypo.run import Run
 
-__all__ = ["METHOD", "KeepBest", "NoCredit", "PathwiseCost", "allocate", "base_stock_cost", "newsvendor", "store_step", "warehouse_step"]
+__all__ = ["METHOD", "KeepBest", "PathwiseCost", "allocate", "base_stock_cost", "newsvendor", "store_step", "warehouse_step"]
 
 
 class BaseStockCost(NamedTuple):
@@ -68,14 +69,6 @@ def newsvendor(mu: float, sigma: float, lead_time: int, holding: float, underage
     z = normal.inv_cdf(underage / (underage + holding))
     spread = sigma * (lead_time + 1) ** 0.5
     return Newsvendor((lead_time + 1) * mu + z * spread, (holding + underage) * normal.pdf(z) * spread)
-
-
-@dataclass
-class NoCredit:
-    """Nothing to hand out: the gradient runs through the actions themselves."""
-
-    def __call__(self, batch: Batch, run: Run) -> Tensor:
-        return torch.zeros(batch.mask.shape)
 
 
 @dataclass
