@@ -10,8 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from anypo.domains.language import decoder, kernels
+from anypo.domains.language.network import Network
+from anypo.domains.language.sampler import sample
 from anypo.engines import native
 
 needs_compiler = pytest.mark.skipif(not kernels.available(), reason="no compiler, or a processor without AVX-512")
@@ -19,13 +22,15 @@ needs_compiler = pytest.mark.skipif(not kernels.available(), reason="no compiler
 
 @needs_compiler
 @settings(max_examples=40, deadline=None)
-@given(rows=st.integers(1, 40), inputs=st.integers(1, 50), outputs=st.integers(1, 70), bias=st.booleans())
-def test_products_are_pytorchs(rows: int, inputs: int, outputs: int, bias: bool) -> None:
+@given(rows=st.integers(1, 40), inputs=st.integers(1, 50), outputs=st.integers(1, 70), bias=st.booleans(), narrow=st.booleans())
+def test_products_are_pytorchs(rows: int, inputs: int, outputs: int, bias: bool, narrow: bool) -> None:
+    dtype = torch.bfloat16 if narrow else torch.float32
     g = torch.Generator().manual_seed(rows + 100 * inputs + 10_000 * outputs)
     x, weight = torch.randn(rows, inputs, generator=g), torch.randn(outputs, inputs, generator=g)
-    shift = torch.randn(outputs, generator=g) if bias else None
-    expected = torch.nn.functional.linear(x, weight, shift)
-    torch.testing.assert_close(kernels.Panels(weight, shift, kernels.Slab())(x), expected, atol=1e-5 * inputs**0.5, rtol=1e-5)
+    shift = torch.randn(outputs, generator=g).to(dtype) if bias else None
+    weight = weight.to(dtype)
+    expected = torch.nn.functional.linear(x, weight.float(), None if shift is None else shift.float())
+    torch.testing.assert_close(kernels.Panels(weight, shift, kernels.Slab(dtype))(x), expected, atol=1e-5 * inputs**0.5, rtol=1e-5)
 
 
 @needs_compiler
@@ -139,3 +144,36 @@ def test_it_shares_pytorchs_threads() -> None:
         "print(len({line.split()[-1] for line in open('/proc/self/maps') if 'gomp' in line or 'iomp' in line}))"
     )
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.strip() == "1"
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("samples", [4, 1])
+def test_what_is_drawn_has_the_log_probs_of_the_model(kind: str, dtype: torch.dtype, samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts shared by their samples, or one row each; rows end at different times. In bfloat16 weights are narrow and decoding is float32."""
+    monkeypatch.setattr(decoder, "SMALL", 1)
+    torch.manual_seed(0)
+    size = {
+        "vocab_size": 50,
+        "hidden_size": 48,
+        "intermediate_size": 56,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    settings = size | {"head_dim": 16, "max_position_embeddings": 64, "initializer_range": 0.3}
+    model = LlamaForCausalLM(LlamaConfig(**settings)) if kind == "llama" else Qwen3ForCausalLM(Qwen3Config(**settings))
+    network = Network(model.eval().to(dtype))
+    prompts = [torch.arange(n) + 3 for n in (7, 2, 12)]
+    assert network.direct is not None and decoder.Decoder(network.direct, network.head, 3).in_c
+    generator = torch.Generator().manual_seed(0)
+    found = sample(network, prompts, samples, max_tokens=20, generator=generator, eos_ids=(1, 2, 30))
+    assert len(set(found.valid.sum(1).tolist())) > 1
+    exact = model.float()  # the weights that were drawn from, in the precision of decoding
+    for i, tokens in enumerate(found.tokens):
+        prompt, count = prompts[int(found.source[i])], int(found.valid[i].sum())
+        logits = exact(torch.cat([prompt, tokens[:count]])[None]).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(1, tokens[:count, None])[:, 0]
+        slack = 1e-4 if dtype == torch.float32 else 0.25  # prompts are read in bfloat16
+        torch.testing.assert_close(found.logp[i, :count], expected.detach(), atol=slack, rtol=0)

@@ -54,6 +54,11 @@ class _Stepping:
         self.network, self.decoder = network, decoder
         self.room = torch.empty(0)  # for the logits of one step in float32
 
+    def _room(self, recorded: Recorder, shape: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
+        """Memory for the keys and values of each layer, in the precision that the decoder works in."""
+        dtype = torch.float32 if self.decoder is not None and self.decoder.in_c else recorded.layers[0][0].dtype
+        return [(key.new_empty(shape, dtype=dtype), value.new_empty(shape, dtype=dtype)) for key, value in recorded.layers]
+
     def logits(self, hidden: Float[Tensor, "n D"]) -> Float[Tensor, "n V"]:
         """float32 logits of the states that `step` gave; valid until the next call."""
         if self.network.push is not None:
@@ -92,14 +97,13 @@ class Slots(_Stepping):
         """Copy recorded `prompts` to their rows; `places` says where in the recorded row each column lies (anywhere before a prompt's beginning)."""
         if not self.layers:
             heads, width = recorded.layers[0][0].shape[1], recorded.layers[0][0].shape[3]
-            shape = (self.rows, heads, self.capacity, width)
-            self.layers = [(key.new_empty(shape), value.new_empty(shape)) for key, value in recorded.layers]
+            self.layers = self._room(recorded, (self.rows, heads, self.capacity, width))
         slots = torch.isin(self.owner, prompts).nonzero().flatten()
         local = torch.empty(int(prompts.max()) + 1, dtype=torch.int64).index_copy(0, prompts, torch.arange(len(prompts)))[self.owner[slots]]
         slots, places = slots.to(places.device), places[local.to(places.device)]
         for stored, fresh in zip(self.layers, recorded.layers, strict=True):
             for to, source in zip(stored, fresh, strict=True):
-                to[slots, :, : self.columns] = source[0][:, places].transpose(0, 1)
+                to[slots, :, : self.columns] = source[0][:, places].transpose(0, 1).to(to.dtype)
 
     def keep(self, order: Int64[Tensor, " m"]) -> None:
         """Slot i takes the row of slot order[i]; only rows that change places are copied."""
@@ -183,11 +187,10 @@ class Shared(_Stepping):
         if not self.prompts:
             heads, width = recorded.layers[0][0].shape[1], recorded.layers[0][0].shape[3]
             shape, own = (self.asked, heads, self.width, width), (len(self.owner), heads, self.extra, width)
-            self.prompts = [(key.new_empty(shape), value.new_empty(shape)) for key, value in recorded.layers]
-            self.own = [(key.new_empty(own), value.new_empty(own)) for key, value in recorded.layers]
+            self.prompts, self.own = self._room(recorded, shape), self._room(recorded, own)
         for stored, fresh in zip(self.prompts, recorded.layers, strict=True):
             for to, source in zip(stored, fresh, strict=True):
-                to[prompts] = source[0][:, places].transpose(0, 1)
+                to[prompts] = source[0][:, places].transpose(0, 1).to(to.dtype)
 
     def keep(self, order: Int64[Tensor, " m"]) -> None:
         """Row i takes the place of row order[i]; prompts that nobody asks any more give theirs to the last ones."""

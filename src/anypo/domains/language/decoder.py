@@ -2,8 +2,8 @@
 
 A step on a handful of rows is bound by reading the weights and by the number of calls. So queries, keys and values become one product, and on a
 CPU each matrix is reordered once a sampling call into the blocks of the matrix kernels, whose products also take the activation, the gate and the
-sum with the state along. In float32 these kernels are our own where they can be compiled: they read the weights nearly as fast as memory gives
-them. The reordering costs about as much as one step and, until the sampling call ends, a second copy of the weights.
+sum with the state along. For few rows these kernels are our own where they can be compiled: they read the weights nearly as fast as memory
+gives them. The reordering costs about as much as one step and, until the sampling call ends, a second copy of the weights.
 Left out: the reordering of models above PACKED_BYTES, and of those so small that calls, not weights, take the time.
 """
 
@@ -24,7 +24,7 @@ from anypo.domains.language.kernels import LANES, FewRowsLayer, Norms, Panels, S
 Attend = Callable[[Tensor, int, float], Tensor]
 PACKED_BYTES = 4 << 30
 SMALL = 1 << 16  # matrices of fewer elements are multiplied as they are
-PANEL_ROWS = 32  # with more rows than that a product is bound by arithmetic, and oneDNN's is as fast
+PANEL_ROWS = {torch.float32: 32, torch.bfloat16: 16}  # with more rows a product is bound by arithmetic, and oneDNN's is as fast
 
 
 class Decoder:
@@ -35,8 +35,8 @@ class Decoder:
         self.direct = direct
         layout = Layout([*direct.body.parameters(), head.weight], rows, width=direct.layers[0].query[0].shape[0] // direct.heads)
         self.layers = [(_layer(layer, layout), layer.scale) for layer in direct.layers]
-        self.in_c = all(isinstance(layer, FewRowsLayer) for layer, _ in self.layers)
-        self.final = Norm(*direct.final)
+        self.in_c = all(isinstance(layer, FewRowsLayer) for layer, _ in self.layers)  # then states, keys and values are float32
+        self.final = Norm(direct.final[0].float() if self.in_c else direct.final[0], direct.final[1])
         slab = layout.slab if layout.suits(head.weight) else None
         self.head = Product(head.weight, head.bias, layout) if slab is None else Panels(head.weight, head.bias, slab)
 
@@ -45,6 +45,8 @@ class Decoder:
         queries in `mixed`, and returns what the queries see, [n,H,W]; query heads that share a key head stand together."""
         body, heads, key_heads = self.direct.body, self.direct.heads, self.direct.key_heads
         state = body.embed_tokens(token)
+        if self.in_c:
+            state = state.float()
         turn = Turn(*(x[:, 0] for x in body.rotary_emb(state, position[:, None])))
         for index, (layer, scale) in enumerate(self.layers):
             out = attend(layer.mix(state, turn, heads, key_heads), index, scale)
@@ -142,15 +144,17 @@ class Product:
 
 
 class Layout:
-    """How the matrices of one decoder lie: as they are, in oneDNN's blocks, or in panels of our own, which few rows of float32 read faster."""
+    """How the matrices of one decoder lie: as they are, in oneDNN's blocks, or in panels of our own, which few rows read faster."""
 
     def __init__(self, matrices: list[Tensor], rows: int, width: int) -> None:
         """All matrices of the model, about how many rows a step will have, and the width of a head."""
         self.rows = rows
         size = sum(p.numel() * p.element_size() for p in matrices)
         self.pack = size <= PACKED_BYTES and matrices[0].device.type == "cpu" and torch.backends.mkldnn.is_available()
-        few = rows <= PANEL_ROWS and width % LANES == 0 and all(p.dtype == torch.float32 for p in matrices)
-        self.slab = Slab() if self.pack and few and available() else None
+        kinds = {p.dtype for p in matrices}
+        dtype = kinds.pop() if len(kinds) == 1 else torch.float64
+        few = rows <= PANEL_ROWS.get(dtype, 0) and width % LANES == 0
+        self.slab = Slab(dtype) if self.pack and few and available() else None
 
     def suits(self, weight: Tensor) -> bool:
         """Whether reordering this matrix is worth it."""

@@ -1,5 +1,5 @@
-/* What PyTorch's kernels leave undone for language models in float32 on a processor with AVX-512: one decoding step of a Llama-type layer for few rows,
-   its weights read at the rate at which memory gives them, and the gate of its training pass.
+/* What PyTorch's kernels leave undone for language models on a processor with AVX-512: one decoding step of a Llama-type layer for few rows, its weights
+   read at the rate at which memory gives them, and the gate of its training pass. All numbers are float32 but for matrices, which may be bfloat16.
 
    Weights lie in panels of 16 outputs, [outputs/16][D][16], so that each thread reads one stream; rows lie side by side, [D][16], so that one weight
    vector meets all of them while it is in a register. Each output is one chain of multiply-adds in the order of d, whatever the number of rows.
@@ -12,9 +12,11 @@
 
 typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int places __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef unsigned short half; /* bfloat16: the upper half of a float32 */
+typedef half halves __attribute__((vector_size(2 * LANES), aligned(2)));
 
-/* A matrix in panels. `bias` may be null. */
-typedef struct { const float *panels, *bias; long inputs, outputs; } matrix;
+/* A matrix in panels of float32, or of bfloat16 where `narrow`. `bias` may be null. */
+typedef struct { const void *panels; const float *bias; long inputs, outputs, narrow; } matrix;
 typedef struct { const float *weight; float eps; } norm; /* `weight` may be null: no norm */
 
 static long tile(long rows, long t) { return rows - t * LANES < LANES ? rows - t * LANES : LANES; }
@@ -55,6 +57,18 @@ void anypo_pack(const float *w, float *panels, long D, long E) {
     for (long p = 0; p < tiles(E); p++) side_by_side(w + p * LANES * D, tile(E, p), D, 0, D, panels + p * D * LANES);
 }
 
+void anypo_pack_narrow(const half *w, half *panels, long D, long E) {
+#pragma omp parallel for schedule(static)
+    for (long p = 0; p < tiles(E); p++) {
+        const half *from = w + p * LANES * D;
+        half *to = panels + p * D * LANES;
+        long rows = tile(E, p);
+        for (long first = 0; first < D; first += LANES) /* a square at a time, so that whole cache lines are read and written */
+            for (long r = 0; r < LANES; r++)
+                for (long d = first; d < first + tile(D, first / LANES); d++) to[d * LANES + r] = r < rows ? from[r * D + d] : 0;
+    }
+}
+
 /* All threads: x [n][D] -> space [ceil(n/16)][D][16]. */
 static void lay_out(const float *x, long n, long D, float *space) {
     long pieces = tiles(D);
@@ -65,14 +79,17 @@ static void lay_out(const float *x, long n, long D, float *space) {
     }
 }
 
-/* 16 outputs of up to `rows` rows; `rows` is a constant where this is inlined, so that the sums stay in registers. */
-static inline __attribute__((always_inline)) void panel(const int rows, const float *side, const float *w, long D, lanes *out) {
+static inline lanes widened(halves v) { return (lanes)(__builtin_convertvector(v, places) << 16); }
+
+/* 16 outputs of up to `rows` rows; `rows` and `narrow` are constants where this is inlined: the sums stay in registers. */
+static inline __attribute__((always_inline)) void panel(const int rows, const int narrow, const float *side, const void *w, long D, lanes *out) {
     lanes sum[LANES];
     for (int r = 0; r < rows; r++) sum[r] = (lanes){0};
 #pragma GCC unroll 4
     for (long d = 0; d < D; d++) {
-        lanes weight = *(const lanes *)(w + d * LANES);
-        __builtin_prefetch((const char *)(w + d * LANES) + AHEAD, 0, 2);
+        const void *here = narrow ? (const void *)((const half *)w + d * LANES) : (const void *)((const float *)w + d * LANES);
+        lanes weight = narrow ? widened(*(const halves *)here) : *(const lanes *)here;
+        __builtin_prefetch((const char *)here + AHEAD, 0, 2);
 #pragma GCC unroll 16
         for (int r = 0; r < rows; r++) sum[r] += side[d * LANES + r] * weight;
     }
@@ -80,10 +97,17 @@ static inline __attribute__((always_inline)) void panel(const int rows, const fl
 }
 
 static void panel_of(const matrix *m, long p, const float *side, long rows, lanes *sum) {
-    const float *w = m->panels + p * m->inputs * LANES;
-    if (rows <= 4) panel(4, side, w, m->inputs, sum);
-    else if (rows <= 8) panel(8, side, w, m->inputs, sum);
-    else panel(LANES, side, w, m->inputs, sum);
+    long D = m->inputs;
+    const void *w = m->narrow ? (const void *)((const half *)m->panels + p * D * LANES) : (const void *)((const float *)m->panels + p * D * LANES);
+    if (m->narrow) {
+        if (rows <= 4) panel(4, 1, side, w, D, sum);
+        else if (rows <= 8) panel(8, 1, side, w, D, sum);
+        else panel(LANES, 1, side, w, D, sum);
+    } else {
+        if (rows <= 4) panel(4, 0, side, w, D, sum);
+        else if (rows <= 8) panel(8, 0, side, w, D, sum);
+        else panel(LANES, 0, side, w, D, sum);
+    }
 }
 
 static inline lanes fetch(const float *from, long count) {

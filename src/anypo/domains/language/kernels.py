@@ -1,6 +1,6 @@
 """What `kernels.c` computes faster than PyTorch's calls do, where it can be compiled: decoding steps of few rows, and the gate of a training pass.
 
-All of it is for float32 on a CPU; whoever calls sees to that, and to `available()`.
+All of it is for a CPU; numbers are float32, matrices may be bfloat16. Whoever calls sees to that, and to `available()`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
 from anypo.engines.native import load
@@ -32,22 +32,22 @@ class Turn(Protocol):
 
 
 class Slab:
-    """Hands out pieces of large float32 tensors: one large piece of fresh memory is faulted in faster than many of 2 MB."""
+    """Hands out pieces of large tensors: one large piece of fresh memory is faulted in faster than many of 2 MB."""
 
-    CHUNK = 1 << 24
+    CHUNK = 1 << 24  # numbers
 
-    def __init__(self) -> None:
-        self.rest = torch.empty(0)
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self.rest = torch.empty(0, dtype=dtype)
 
-    def take(self, count: int) -> Float[Tensor, " count"]:
+    def take(self, count: int) -> Shaped[Tensor, " count"]:
         if len(self.rest) < count:
-            self.rest = torch.empty(max(count, self.CHUNK))
+            self.rest = self.rest.new_empty(max(count, self.CHUNK))
         piece, self.rest = self.rest[:count], self.rest[count:]
         return piece
 
 
 class _Matrix(ctypes.Structure):
-    _fields_ = (("panels", c_void_p), ("bias", c_void_p), ("inputs", c_long), ("outputs", c_long))
+    _fields_ = (("panels", c_void_p), ("bias", c_void_p), ("inputs", c_long), ("outputs", c_long), ("narrow", c_long))
 
 
 class _Norm(ctypes.Structure):
@@ -63,17 +63,17 @@ class Panels:
 
     def __init__(self, weight: Float[Tensor, "E D"], bias: Float[Tensor, " E"] | None, slab: Slab) -> None:
         self.outputs, self.inputs = weight.shape
-        self.bias = None if bias is None else bias.detach().contiguous()
+        self.bias = None if bias is None else bias.detach().float().contiguous()
         self.panels = slab.take(-(-self.outputs // LANES) * LANES * self.inputs)
-        weight = weight.detach().contiguous()
-        _library().anypo_pack(weight.data_ptr(), self.panels.data_ptr(), self.inputs, self.outputs)
-        self.matrix = ctypes.byref(
-            _Matrix(self.panels.data_ptr(), None if self.bias is None else self.bias.data_ptr(), self.inputs, self.outputs)
-        )
+        narrow, weight = weight.dtype == torch.bfloat16, weight.detach().contiguous()
+        pack = _library().anypo_pack_narrow if narrow else _library().anypo_pack
+        pack(weight.data_ptr(), self.panels.data_ptr(), self.inputs, self.outputs)
+        bias_at = None if self.bias is None else self.bias.data_ptr()
+        self.matrix = ctypes.byref(_Matrix(self.panels.data_ptr(), bias_at, self.inputs, self.outputs, narrow))
 
     def __call__(self, x: Float[Tensor, "n D"]) -> Float[Tensor, "n E"]:
-        """x @ weight.T + bias."""
-        x = x.contiguous()
+        """x @ weight.T + bias, in float32."""
+        x = x.float().contiguous()
         out, space = x.new_empty(len(x), self.outputs), _side_by_side(x, self.inputs)  # named, so that they live through the call
         _library().anypo_product(self.matrix, x.data_ptr(), len(x), out.data_ptr(), space.data_ptr())
         return out
@@ -84,8 +84,10 @@ class FewRowsLayer:
 
     def __init__(self, norms: Norms, matrices: list[Panels]) -> None:
         """Norms before the attention, after it, of queries' and of keys' heads; queries, keys and values in one matrix, output, gate, up, down."""
-        self.weights = norms  # keeps alive what is pointed to
-        self.before, self.after, self.query, self.key = (_Norm(None, 0.0) if n is None else _Norm(n[0].data_ptr(), n[1]) for n in norms)
+        self.norms = [None if n is None else (n[0].detach().float(), n[1]) for n in norms]  # kept alive: they are pointed to
+        self.before, self.after, self.query, self.key = (
+            _Norm(None, 0.0) if n is None else _Norm(n[0].data_ptr(), n[1]) for n in self.norms
+        )
         self.mixing, self.output, self.gate, self.up, self.down = matrices
         self.widest = max(panels.inputs for panels in matrices)
 
@@ -170,7 +172,7 @@ def _library() -> ctypes.CDLL:
     library = load(SOURCE)
     assert library is not None
     matrix, keys, norm, at, count = ctypes.POINTER(_Matrix), ctypes.POINTER(_Keys), _Norm, c_void_p, c_long
-    library.anypo_pack.argtypes = (at, at, count, count)
+    library.anypo_pack.argtypes = library.anypo_pack_narrow.argtypes = (at, at, count, count)
     library.anypo_product.argtypes = (matrix, at, count, at, at)
     library.anypo_mix.argtypes = (at, norm, matrix, norm, norm, count, count, at, at, count, count, at, at, at)
     library.anypo_finish.argtypes = (at, matrix, norm, matrix, matrix, matrix, count, at, at, at)
