@@ -7,7 +7,7 @@ devices, chunks (a batch is one pass), compaction of finished rows.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +37,7 @@ class GruPolicy(Steerable, Policy):
 
     learning_rate = 5e-3
     optimizer = "adamw"
+    imitation_rate = 1e-2  # learning rate of a supervised warm start
     context_limit = 256
     eos = 0
 
@@ -106,7 +107,7 @@ class GruPolicy(Steerable, Policy):
         before = states[:, :-1]
         signals = Signals()
         if needs & {"logp", "entropy", "logits"}:
-            logits = self.output(before)
+            logits = self.logits(before)
             temperature = batch.signals.get("temperature")
             if temperature is not None:
                 logits = logits / temperature.to(logits)[:, None, None]
@@ -151,11 +152,13 @@ class GruPolicy(Steerable, Policy):
         generator: torch.Generator,
         greedy: bool = False,
         want_entropy: bool = True,
+        stop: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> Samples:
         """`samples[i]` continuations of `prompts[i]`, which may end in the beginning of a completion.
 
         `max_tokens` and `temperature` hold for all prompts or are given for each; T is the largest `max_tokens`. `greedy` takes the likeliest
-        token. Raises ValueError for an empty prompt or one that leaves no room in `context_limit`.
+        token. `stop(tokens so far [N,t], source [N])` says which rows end there without an end token. Raises ValueError for an empty prompt or
+        one that leaves no room in `context_limit`.
         """
         count = len(prompts)
         source = torch.repeat_interleave(torch.arange(count), torch.tensor(samples))
@@ -167,17 +170,17 @@ class GruPolicy(Steerable, Policy):
             raise ValueError(
                 f"prompt and completion exceed the {self.context_limit} tokens of context; shorten the prompt or lower max_tokens"
             )
-        state = self.states(prompts, torch.zeros(count, 0, dtype=torch.int64))[:, 0][source][None].contiguous()
+        state = self._begin(prompts, source, horizon)
         rows = len(source)
         tokens = torch.zeros(rows, horizon, dtype=torch.int64)
         valid = torch.zeros(rows, horizon, dtype=torch.bool)
         logp, entropy = torch.zeros(rows, horizon), torch.zeros(rows, horizon)
-        finished = torch.zeros(rows, dtype=torch.bool)
+        finished, stopped = torch.zeros(rows, dtype=torch.bool), torch.zeros(rows, dtype=torch.bool)
         for t in range(horizon):
-            active = ~finished & (t < limit)
+            active = ~finished & ~stopped & (t < limit)
             if not active.any():
                 break
-            log_probs = (self.output(self.pushed(state[0])) / scale[:, None]).log_softmax(-1)
+            log_probs = (self.logits(self.pushed(self._last(state, active))) / scale[:, None]).log_softmax(-1)
             chosen = log_probs.argmax(-1) if greedy else torch.multinomial(log_probs.exp(), 1, generator=generator)[:, 0]
             chosen = torch.where(active, chosen, torch.zeros_like(chosen))
             tokens[:, t], valid[:, t] = chosen, active
@@ -185,8 +188,28 @@ class GruPolicy(Steerable, Policy):
             if want_entropy:
                 entropy[:, t] = torch.where(active, -(log_probs.exp() * log_probs).sum(-1), entropy[:, t])
             finished |= active & (chosen == self.eos)
-            state = self.gru(self.embedding(chosen)[:, None], state)[1]
+            if stop is not None:
+                stopped |= active & stop(tokens[:, : t + 1], source)
+            state = self._advance(state, chosen)
         return Samples(tokens, valid, logp, entropy if want_entropy else None, finished, source)
+
+    # -- what a policy with another network inside replaces ------------------------------------------------------------------------------
+
+    def logits(self, states: Float[Tensor, "*N D"]) -> Float[Tensor, "*N V"]:
+        """The output, read off states."""
+        return self.output(states)
+
+    def _begin(self, prompts: Sequence[Tensor], source: Int[Tensor, " N"], horizon: int) -> Any:
+        """What sampling carries from token to token, one row for each entry of `source`; up to `horizon` tokens will follow."""
+        return self.states(prompts, torch.zeros(len(prompts), 0, dtype=torch.int64))[:, 0][source][None].contiguous()
+
+    def _last(self, state: Any, active: Tensor) -> Float[Tensor, "N D"]:
+        """The states that the next tokens are drawn from; rows that are not `active` [N] may hold anything."""
+        return state[0]
+
+    def _advance(self, state: Any, chosen: Int[Tensor, " N"]) -> Any:
+        """After one more token a row."""
+        return self.gru(self.embedding(chosen)[:, None], state)[1]
 
     def _lengths(self, prompts: Sequence[Tensor]) -> Tensor:
         lengths = torch.tensor([len(p) for p in prompts])
