@@ -20,12 +20,14 @@ from numpy.typing import NDArray
 from anypo.domains.control import classic
 
 OWN = {  # environments of this package, registered with Gymnasium when they are asked for
+    "MultiGoal-v0": "anypo.domains.control.multi_goal",
     "NoisyPoint-v0": "anypo.domains.control.noisy_point",
     "ForkedGoal-v0": "anypo.domains.control.forked_goal",
     "PickPlace-v0": "anypo.domains.control.pick_place",
     "PointAvoid-v0": "anypo.domains.control.point_avoid",
     "PointCircle-v0": "anypo.domains.control.point_circle",
-    "TrackCar-v0": "anypo.domains.control.tracking",
+    "SkillGrid-v0": "anypo.domains.control.skill_grid",
+    "TrackCar-v0": "anypo.domains.control.track_car",
     "TwoGoals-v0": "anypo.domains.control.two_goals",
     "UavSwarm-v0": "anypo.domains.control.uav_swarm",
     "UavSwarmPreserved-v0": "anypo.domains.control.uav_swarm",

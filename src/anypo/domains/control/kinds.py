@@ -10,8 +10,11 @@ PLAIN = "anypo.domains.control.policy:ControlPolicy"  # an actor beside a critic
 BY_SIGNAL = {  # a signal that only one kind provides (or that others lack, before theirs) -> that kind
     "steered_noise": "anypo.domains.diffusion.steering:SteeredPolicy",
     "energy_new": "anypo.domains.diffusion.energy_flow:EnergyFlowActorCritic",
+    "cost_q_new": "anypo.domains.control.costly:CostAwareActorCritic",
     "q_new": "anypo.domains.control.soft:SquashedGaussianActorCritic",
     "q_actor": "anypo.domains.control.deterministic:DeterministicActorCritic",
+    "inner_value": "anypo.domains.diffusion.valued_flow:ValuedFlowActorCritic",
+    "path_velocity": "anypo.domains.diffusion.noisy_flow:NoisyFlowPolicy",
     "flow_velocity": "anypo.domains.diffusion.action_flow:FlowActionPolicy",
     "mixture_logp": "anypo.methods.control.cfpi:ClosedFormPolicy",
     "feedback": "anypo.domains.control.tracking:TrackingPolicy",

@@ -13,7 +13,7 @@ DEFAULT_TASK = "CartPole-v1"
 POLICY_OPTIONS = (
     "hidden", "normalize_observations", "initial_log_std", "initial_temperature", "exploration", "sampling_steps", "integrator", "denoising_steps",
     "fine_tuned_steps", "exploration_noise", "likelihood_noise", "components", "noise_bound", "diffusion", "start",
-    "shared", "aggregation", "rounds", "reach", "team_value",
+    "shared", "aggregation", "rounds", "reach", "team_value", "feedback", "noise_floor", "cost_critics", "initial_multiplier",
 )  # fmt: skip
 
 
