@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from anypo.batch import Batch
@@ -56,3 +56,31 @@ def as_batch(
 def final(batch: Batch) -> Float[Tensor, "N D"]:
     """What the chains ended in."""
     return batch.action[:, -1]
+
+
+def staying(stage: Batch, stays: Bool[Tensor, " N"], view: Float[Tensor, "N D"]) -> Batch:
+    """A stage whose rows `stays` are over: steps that lead from the view to itself and are nobody's choice."""
+    here = view[:, None].expand_as(stage.action)
+    for name, value in (
+        ("action", here),
+        ("context", here),
+        ("mask", torch.zeros_like(stage.mask)),
+        ("logp", torch.zeros_like(stage.logp)),
+    ):
+        old = getattr(stage, name)
+        setattr(stage, name, torch.where(stays.view(-1, *[1] * (old.dim() - 1)), value, old))
+    stage.signals["step"] = torch.where(stays[:, None, None], torch.tensor([1.0, 0.0, 0.0]), stage.signal("step"))
+    return stage
+
+
+def joined(stages: list[Batch]) -> Batch:
+    """Stages one after another as the actions of one trajectory."""
+    first, steps = stages[0], stages[0].horizon
+
+    def along(values: list[Tensor]) -> Tensor:
+        return torch.cat(values, dim=1)
+
+    signals = {k: along([s.signals[k] for s in stages]) if v.dim() > 1 else v for k, v in first.signals.items()}
+    changed = {k: along([getattr(s, k) for s in stages]) for k in ("action", "context", "mask", "logp", "valid")}
+    segment = torch.arange(len(stages)).repeat_interleave(steps).expand(len(first), -1)
+    return first.but(**changed, signals=signals, segment=segment)

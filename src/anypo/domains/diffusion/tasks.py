@@ -207,5 +207,6 @@ def make_task(name: str, **options: Any) -> DenoisingTask:
         return Gaussians(int(rest or 0), **options)
     known = ", ".join(f"digits:{reward}" for reward in REWARDS)
     raise ValueError(
-        f"unknown diffusion task '{name}'; there are {known}, gaussians:<0 to 7>, styled_digits, attributes, scenes, views and pictures:<file with a prompt a line>"
+        f"unknown diffusion task '{name}'; there are {known}, gaussians:<0 to 7>, styled_digits, attributes, scenes, views and "
+        "pictures:<file with a prompt a line>"
     )

@@ -21,7 +21,6 @@ SIZES = {
     "digits": (64, 10, (256, 256)),
     "gaussians": (2, 0, (128, 128)),
     "attributes": (2, 5, (128, 128)),
-    "views": (3, 4, (64, 64)),
 }  # by name: D, length of the condition, hidden layers
 
 
@@ -42,7 +41,9 @@ def views() -> ViewFlow:
     """The model of small camera moves around point clouds (see views.py)."""
     from anypo.domains.diffusion.views import ViewFlow
 
-    return ViewFlow(flow("views").network, "builtin:views")
+    policy = ViewFlow(name="builtin:views")
+    policy.load_state_dict({k: v.float() for k, v in load_file(FOLDER / "views.safetensors").items()})
+    return policy
 
 
 def scenes() -> LatentFlow:

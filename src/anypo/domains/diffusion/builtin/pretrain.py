@@ -1,4 +1,4 @@
-"""Makes the models that ship: `python -m anypo.domains.diffusion.builtin.pretrain` (about three minutes; needs scikit-learn for its digits).
+"""Makes the models that ship: `python -m anypo.domains.diffusion.builtin.pretrain` (about five minutes; needs scikit-learn for its digits).
 
 Flow matching: x_s = (1-s) x_data + s eps at a random level, the network regresses on eps - x_data; what is kept is a running average of the weights.
 The weights are stored in half precision, which the samples do not notice.
@@ -15,9 +15,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from anypo.domains.diffusion.alignment import align
 from anypo.domains.diffusion.attributes import AttributeModes
 from anypo.domains.diffusion.builtin import FOLDER, network
+from anypo.domains.diffusion.latent_flow import LatentFlow
+from anypo.domains.diffusion.scenes import pairs
 from anypo.domains.diffusion.tasks import Gaussians
+from anypo.domains.diffusion.views import ViewFlow, Views
 
 Data = Callable[[int, torch.Generator], tuple[Tensor, Tensor | None]]  # (count, generator) -> points [N,D], conditions [N,C] or None
 
@@ -50,10 +54,12 @@ def flow_matching_loss(model: Callable[..., Tensor], data: Tensor, condition: Te
     return ((predicted - (noise - data)) ** 2).mean()
 
 
-def train_flow(name: str, draw: Data, steps: int, batch: int = 256, rate: float = 2e-3, seed: int = 0) -> nn.Module:
-    """A flow model from nothing; the learning rate falls to 0 along a cosine."""
+def train_flow(
+    name: str, draw: Data, steps: int, batch: int = 256, rate: float = 2e-3, seed: int = 0, model: nn.Module | None = None
+) -> nn.Module:
+    """A flow model from nothing (`model`: another than the built-in network of this name); the learning rate falls to 0 along a cosine."""
     generator = torch.Generator().manual_seed(seed)
-    model = network(name, seed)
+    model = network(name, seed) if model is None else model
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.998))
     optimizer = torch.optim.Adam(model.parameters(), rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
@@ -67,6 +73,13 @@ def train_flow(name: str, draw: Data, steps: int, batch: int = 256, rate: float 
         if step % 1000 == 999:
             print(f"{name}: step {step + 1}, loss {float(loss.detach()):.4f}", flush=True)
     return average.module
+
+
+def small_moves() -> ViewFlow:
+    """The model of camera moves up to 20 degrees, trained so briefly that chains of moves show its mistakes."""
+    trained = train_flow("views", Views.data, 1_000, batch=480, model=ViewFlow())
+    assert isinstance(trained, ViewFlow)
+    return trained.extend()
 
 
 def train_classifier() -> dict[str, Tensor]:
@@ -92,6 +105,8 @@ def main(folder: Path) -> None:
         "gaussians": dict(train_flow("gaussians", lambda n, g: (Gaussians.data(n, g), None), 12_000, batch=1024).state_dict()),
         "digits": dict(train_flow("digits", digit_batches(), 12_000).state_dict()),
         "attributes": dict(train_flow("attributes", AttributeModes.data, 8_000, batch=512).state_dict()),
+        "views": dict(small_moves().state_dict()),
+        "scenes": dict(align(LatentFlow(), pairs, 2_500).state_dict()),
     }
     for name, weights in models.items():
         save_file({k: v.to(torch.float16).contiguous() for k, v in weights.items()}, folder / f"{name}.safetensors")
