@@ -100,6 +100,10 @@ class Replay:
         assert batch.reward is not None and batch.terminated is not None
         if not batch.reward_is_dense:
             raise ValueError("a replay buffer needs one reward for each action; this task gives one for each trajectory")
+        missing = [name for name in self.extra if name not in batch.signals]
+        if missing:
+            hint = "; let the environment report info['cost'] at every step, or take PointCircle-v0" if missing[0] == "cost" else ""
+            raise ValueError(f"this method learns from the {missing[0]} of every action, and the task gives none{hint}")
         if self.buffer is None:
             self.buffer = ReplayBuffer(self.capacity)
         chosen = batch.counted

@@ -1,7 +1,7 @@
 """The soft actor-critic's policy: a squashed Gaussian actor, twin critics computed as one, their targets, and a learned temperature.
 
 Stored actions lie in (-1,1) and are scaled to the environment's bounds. The twin critics share every matrix product ([2,I,O] weights), which is most
-of what a step of this size costs. Left out: discrete actions, and more critics than two.
+of what a step of this size costs. Left out: discrete actions.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ ATANH_LIMIT = 1 - 1e-6  # logged actions this close to the bounds are taken for 
 
 
 class TwinCritic(nn.Module):
-    """Two independent perceptrons [B,I] -> [2,B], evaluated together."""
+    """Two independent perceptrons [B,I] -> [2,B], evaluated together; or another number of `members`."""
 
-    def __init__(self, sizes: tuple[int, ...]) -> None:
+    def __init__(self, sizes: tuple[int, ...], members: int = 2) -> None:
         super().__init__()
+        self.members = members
         self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
         for inputs, outputs in zip(sizes[:-1], sizes[1:], strict=True):
             bound = 1 / math.sqrt(inputs)
-            self.weights.append(nn.Parameter(torch.empty(2, inputs, outputs).uniform_(-bound, bound)))
-            self.biases.append(nn.Parameter(torch.empty(2, 1, outputs).uniform_(-bound, bound)))
+            self.weights.append(nn.Parameter(torch.empty(members, inputs, outputs).uniform_(-bound, bound)))
+            self.biases.append(nn.Parameter(torch.empty(members, 1, outputs).uniform_(-bound, bound)))
         self.layers = list(zip(self.weights, self.biases, strict=True))  # the same parameters, without the lists' slow access
 
     def forward(self, x: Float[Tensor, "B I"], *, frozen: bool = False) -> Float[Tensor, "2 B"]:
         """`frozen`: no gradient reaches the weights, only the input."""
-        hidden = x.expand(2, *x.shape)
+        hidden = x.expand(self.members, *x.shape)
         for i, (weight, bias) in enumerate(self.layers):
             if frozen:
                 weight, bias = weight.detach(), bias.detach()
@@ -124,9 +125,17 @@ class SquashedGaussianActorCritic(EnvironmentPolicy):
     def parameter_groups(self) -> list[dict[str, Any]]:
         return [
             {"params": list(self.actor_network.parameters()), "role": "policy"},
-            {"params": list(self.critic.parameters()), "role": "value"},
-            {"params": [self.log_temperature], "role": "temperature"},
+            {"params": [p for critic, _ in self.judges().values() for p in critic.parameters()], "role": "value"},
+            *({"params": [value], "role": name.removeprefix("log_")} for name, value in self.scalars().items()),
         ]
+
+    def judges(self) -> dict[str, tuple[TwinCritic, TwinCritic]]:
+        """Critics of actions and their targets, by the signal's name: `q` brings `q_new` and `next_q`. A subclass may have more."""
+        return {"q": (self.critic, self.target_critic)}
+
+    def scalars(self) -> dict[str, nn.Parameter]:
+        """Learned numbers that are signals of the same name."""
+        return {"log_temperature": self.log_temperature}
 
     def distribution(self, observation: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and log standard deviation before squashing, of normalized observations [...,O]."""
@@ -137,22 +146,23 @@ class SquashedGaussianActorCritic(EnvironmentPolicy):
         shape = batch.mask.shape
         observation = self.normalize(batch.context).flatten(0, 1)
         signals = Signals()
-        if "q" in needs:
-            signals["q"] = self._pairs(self.critic(torch.cat([observation, batch.action.flatten(0, 1)], dim=1)), shape)
-        if needs & {"q_new", "logp_new", "mean", "log_std", "logp"}:
+        fresh = {f"{name}_new": critic for name, (critic, _) in self.judges().items() if f"{name}_new" in needs}
+        for name, (critic, _) in self.judges().items():
+            if name in needs:
+                signals[name] = self._pairs(critic(torch.cat([observation, batch.action.flatten(0, 1)], dim=1)), shape)
+        if fresh or needs & {"logp_new", "mean", "log_std", "logp"}:
             mean, log_std = self.distribution(observation)
             if needs & {"mean", "log_std"}:
                 signals["mean"], signals["log_std"] = mean.unflatten(0, shape), log_std.unflatten(0, shape)
             if "logp" in needs:
                 signals["logp"] = stored_logp(batch.action.flatten(0, 1), mean, log_std).view(shape) * batch.mask
-            if needs & {"q_new", "logp_new"}:
+            if fresh or "logp_new" in needs:
                 action, logp = squash(mean, log_std, batch.signal("noise").flatten(0, 1))
                 signals["logp_new"] = logp.view(shape)
-                if "q_new" in needs:
-                    signals["q_new"] = self._pairs(self.critic(torch.cat([observation, action], dim=1), frozen=True), shape)
-        if "log_temperature" in needs:
-            signals["log_temperature"] = self.log_temperature.expand(shape)
-        if needs & {"next_q", "next_logp"}:
+                for name, critic in fresh.items():
+                    signals[name] = self._pairs(critic(torch.cat([observation, action], dim=1), frozen=True), shape)
+        signals.update({name: value.expand(shape) for name, value in self.scalars().items() if name in needs})
+        if any(name.startswith("next_") for name in needs):
             signals.update(self._following(batch, shape))
         return signals
 
@@ -160,48 +170,57 @@ class SquashedGaussianActorCritic(EnvironmentPolicy):
         observation = self.normalize(batch.signal("next_context")).flatten(0, 1).numpy()
         mean, log_std = _halves(self.actor_network.trace(observation)[-1])
         action, logp = squash_arrays(mean, log_std.clip(*self.log_std_bounds), batch.signal("next_noise").flatten(0, 1).numpy())
-        q = torch.from_numpy(self.target_critic.trace(np.concatenate([observation, action], axis=1))[-1])
-        return {"next_q": self._pairs(q.squeeze(-1), shape), "next_logp": torch.from_numpy(logp).view(shape)}
+        acted, found = np.concatenate([observation, action], axis=1), {"next_logp": torch.from_numpy(logp).view(shape)}
+        for name, (_, target) in self.judges().items():
+            found[f"next_{name}"] = self._pairs(torch.from_numpy(target.trace(acted)[-1]).squeeze(-1), shape)
+        return found
 
     def backward(self, batch: Batch, needs: Set[str], loss_fn: Any, recorded: Signals | None = None) -> Loss:
         """The same gradient as by autograd; by hand in NumPy where the loss knows its own in closed form, as SAC's does."""
         by_hand = type(self).evaluate is SquashedGaussianActorCritic.evaluate and getattr(loss_fn, "has_gradient", False)
-        if not by_hand or needs != {"q", "q_new", "logp_new", "log_temperature"}:
+        judges, scalars = {name: critic for name, (critic, _) in self.judges().items()}, self.scalars()
+        judged = judges.keys() | {f"{name}_new" for name in judges} | {"logp_new"}
+        if not by_hand or needs != judged | scalars.keys():
             return super().backward(batch, needs, loss_fn, recorded)
         observation = self.normalize(batch.context).flatten(0, 1).numpy()
         noise = batch.signal("noise").flatten(0, 1).numpy()
-        critics = self.critic.trace(np.concatenate([observation, batch.action.flatten(0, 1).numpy()], axis=1))
+        acted = np.concatenate([observation, batch.action.flatten(0, 1).numpy()], axis=1)
+        stored = {name: critic.trace(acted) for name, critic in judges.items()}
         actor = self.actor_network.trace(observation)
         mean, log_std = _halves(actor[-1])
         bounded = log_std.clip(*self.log_std_bounds)
         action, logp = squash_arrays(mean, bounded, noise)
-        fresh = self.critic.trace(np.concatenate([observation, action], axis=1))
-        shape = (*batch.mask.shape, 2)
-        arrays = {"q": critics[-1].T.reshape(shape), "q_new": fresh[-1].T.reshape(shape), "logp_new": logp.reshape(shape[:2])}
-        arrays["log_temperature"] = np.full(shape[:2], self.log_temperature.item(), dtype=np.float32)
+        acted = np.concatenate([observation, action], axis=1)
+        fresh = {name: critic.trace(acted) for name, critic in judges.items()}
+        shape = batch.mask.shape
+        arrays = {name: layers[-1].T.reshape(*shape, -1) for name, layers in stored.items()}
+        arrays |= {f"{name}_new": layers[-1].T.reshape(*shape, -1) for name, layers in fresh.items()} | {"logp_new": logp.reshape(shape)}
+        arrays |= {name: np.full(shape, value.item(), dtype=np.float32) for name, value in scalars.items()}
         found = loss_fn.gradient(batch, arrays)
-        if found is None or not {"q", "q_new", "logp_new"} <= set(found.signals):
+        if found is None or not judged <= set(found.signals):
             return super().backward(batch, needs, loss_fn, recorded)
-        slopes = found.signals
-        self.critic.pull(critics, slopes["q"].reshape(-1, 2).T[..., None], into_weights=True)
-        by_action = self.critic.pull(fresh, slopes["q_new"].reshape(-1, 2).T[..., None], into_weights=False)[:, observation.shape[1] :]
+        slopes, by_action = found.signals, np.zeros_like(action)
+        for name, critic in judges.items():
+            critic.pull(stored[name], slopes[name].reshape(-1, critic.members).T[..., None], into_weights=True)
+            towards = critic.pull(fresh[name], slopes[f"{name}_new"].reshape(-1, critic.members).T[..., None], into_weights=False)
+            by_action = by_action + towards[:, observation.shape[1] :]
         by_logp = slopes["logp_new"].reshape(-1, 1)
         by_x = by_action * (1 - action * action) + by_logp * (2 * action)  # the log-density grows by 2 tanh(x) with x
         by_log_std = (by_x * np.exp(bounded) * noise - by_logp) * (bounded == log_std)
         self.actor_network.accumulate(actor, np.concatenate([by_x, by_log_std], axis=1))
-        if "log_temperature" in slopes:
-            add_gradient(self.log_temperature, np.asarray(slopes["log_temperature"].sum(), dtype=np.float32))
+        for name, value in scalars.items():
+            if name in slopes:
+                add_gradient(value, np.asarray(slopes[name].sum(), dtype=np.float32))
         return Loss(torch.tensor(found.value), found.metrics)
 
-    def _pairs(self, q: Float[Tensor, "2 M"], shape: torch.Size) -> Float[Tensor, "N T 2"]:
-        return q.T.view(*shape, 2)
+    def _pairs(self, q: Float[Tensor, "E M"], shape: torch.Size) -> Float[Tensor, "N T E"]:
+        return q.T.view(*shape, len(q))
 
     def move_targets(self, rate: float) -> None:
         """Target critics <- (1 - rate) * themselves + rate * the critics (Polyak averaging)."""
         with torch.no_grad():
-            torch._foreach_lerp_(
-                [p for pair in self.target_critic.layers for p in pair], [p for pair in self.critic.layers for p in pair], rate
-            )
+            for critic, target in self.judges().values():
+                torch._foreach_lerp_([p for pair in target.layers for p in pair], [p for pair in critic.layers for p in pair], rate)
 
     def noise(self, rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.float32]:
         return rng.standard_normal((*shape, self.spaces.action_size), dtype=np.float32)

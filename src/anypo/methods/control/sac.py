@@ -100,10 +100,13 @@ class SoftTarget:
     needs = frozenset({"next_q", "next_logp"})
 
     def __call__(self, batch: Batch, run: Run) -> Tensor:
-        assert batch.reward is not None and batch.terminated is not None
         both = torch.randn(2, *batch.action.shape, generator=run.generator)
         batch.signals["noise"], batch.signals["next_noise"] = both[0], both[1]
-        found = run.score(batch, self.needs)
+        return self.targets(batch, run.score(batch, self.needs), run)
+
+    def targets(self, batch: Batch, found: Signals, run: Run) -> Tensor:
+        """The targets from what the target critics found of the next state; a method with further critics adds theirs."""
+        assert batch.reward is not None and batch.terminated is not None
         alpha = run.policy.log_temperature.detach().exp()  # type: ignore[union-attr, operator]
         target = q_target(
             batch.reward.flatten(), batch.terminated.flatten(), _twins(found.next_q), found.next_logp.flatten(), self.gamma, alpha
@@ -181,11 +184,13 @@ class SoftSteps(GradientSteps):
     learning_rate: float | None = 3e-4
     optimizer: str | None = "adam"
     max_grad_norm: float | None = None
-    tau: float = 0.005  # share of the critics in the targets at every step, in (0,1]
+    tau: float = 0.005  # share of the critics in the targets whenever they follow, in (0,1]
+    target_every: int = 1  # steps after which they do, >= 1
 
     def __call__(self, batch: Batch, loss_fn: MethodLoss, run: Run) -> dict[str, float]:
         metrics = self.one_step(batch, loss_fn, run.optimizer(self.build), run)
-        run.policy.move_targets(self.tau)  # type: ignore[operator]
+        if run.version % self.target_every == 0:
+            run.policy.move_targets(self.tau)  # type: ignore[operator]
         return metrics
 
 
