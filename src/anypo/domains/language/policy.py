@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from anypo.batch import Batch
 from anypo.domains.language import sampler
+from anypo.domains.language.internal import layers_in, signal_of, signals_of
 from anypo.domains.language.logprobs import tempered_logits, token_logprobs
 from anypo.domains.language.network import Network, States, pad_right
 from anypo.domains.language.sampler import Samples
@@ -36,6 +38,7 @@ class LanguagePolicy(Steerable, Policy):
     - `value` (where `valid`): of the state before the action; `action_value`: the same head after reading it. Both need `value_head=True`.
     - `hidden` [N,T,D] (where `valid`): the state after reading the action; with it comes `prompt_hidden` [N,D], after the prompt's last token.
     - `logits` [N,T,V] (where `mask`): tempered, so that their log-softmax holds `logp`. Large: only for methods that must see them.
+    - `layer_logp_<l>` (where `mask`): as `logp`, read off the state after layer l (see `internal.py`).
     - `prompt_logp` [N,L]: log-probs of the prompt's own tokens, untempered; with it comes `prompt_mask` [N,L], False for the first token, which
       nothing predicts.
 
@@ -77,7 +80,9 @@ class LanguagePolicy(Steerable, Policy):
             nn.init.zeros_(self.value_head.weight)
             nn.init.zeros_(self.value_head.bias)
         self.provides = frozenset(
-            {"logp", "entropy", "hidden", "logits", "prompt_logp"} | ({"value", "action_value"} if value_head else set())
+            {"logp", "entropy", "hidden", "logits", "prompt_logp"}
+            | ({"value", "action_value"} if value_head else set())
+            | signals_of(self.network.config.num_hidden_layers)
         )
         self.learning_rate = 1e-5 if self.is_large and not self.has_lora else 1e-4
 
@@ -94,7 +99,9 @@ class LanguagePolicy(Steerable, Policy):
         if not any(len(prompt) for prompt in batch.context) or batch.horizon == 0:
             raise ValueError("nothing to evaluate: the batch has no prompts or no actions")
         sequences, prompt_lengths = self._sequences(batch, whole=not needs.isdisjoint({"hidden", "action_value"}))
-        states = self.network.states(sequences, prompt_lengths, self.token_budget, self.hidden_layer if "hidden" in needs else None)
+        internal = layers_in(needs)
+        layer = self.hidden_layer if "hidden" in needs or not internal else internal[0]
+        states = self.network.states(sequences, prompt_lengths, self.token_budget, layer if "hidden" in needs or internal else None)
         before, after = self._places(batch, states, prompt_lengths)
         signals = Signals()
         if "logp" in needs or "entropy" in needs:
@@ -114,6 +121,10 @@ class LanguagePolicy(Steerable, Policy):
             signals["logits"] = self._logits(batch, states, before)
         if "prompt_logp" in needs:
             signals["prompt_logp"], signals["prompt_mask"] = self._prompt_logprobs(batch, states)
+        for inside in internal:
+            if inside != layer:
+                states = self.network.states(sequences, prompt_lengths, self.token_budget, inside)
+            signals[signal_of(inside)] = self._logprobs(batch, replace(states, final=states.chosen), before, False)[0]
         return signals
 
     def chunks(self, batch: Batch) -> Iterator[Tensor]:

@@ -14,7 +14,23 @@ log = logging.getLogger(__name__)
 DEFAULT_TASK = "arithmetic"
 DEFAULT_MODEL = "builtin"
 LARGE_ON_CPU = {"prompts_per_step": 2, "evaluation_prompts": 16}  # a step, and an evaluation, of about a minute at most
-TOYS = ("token_bandit", "toy_arith", "key_chain")
+TOYS = (
+    "token_bandit",
+    "toy_arith",
+    "key_chain",
+    "certified_ranking",
+    "event_video",
+    "toy_roles",
+    "toy_languages",
+    "copy_or_compute",
+    "check_again",
+    "errands",
+    "rubric_sums",
+    "lock",
+    "lookup_chain",
+    "registers",
+    "toy_ct",
+)
 
 
 def owns(task: str) -> bool:
@@ -88,7 +104,61 @@ def _toy(task: str, seed: int, needs: Set[str], options: dict[str, Any]) -> tupl
     if task == "toy_arith":
         from anypo.domains.language.toys.toy_arith import make_toy_arith
 
+        if "latent" in needs or any(name.startswith("layer_logp_") for name in needs):  # what the GRU has not
+            options = {"layers": 4, "latent": 16 * ("latent" in needs)} | options
         return make_toy_arith(seed=seed, value_head="value" in needs, **options)
+    if task == "certified_ranking":
+        from anypo.domains.language.toys.certified_ranking import CertifiedRanking
+
+        ranking = CertifiedRanking(seed=seed, **options)
+        return ranking.policy(), ranking
+    if task == "event_video":
+        from anypo.domains.language.toys.event_video import make_event_video
+
+        return make_event_video(**options)
+    if task == "copy_or_compute":
+        from anypo.domains.language.toys.copy_or_compute import CopyOrCompute
+
+        questions = CopyOrCompute(seed=seed, **options)
+        return questions.policy(seed), questions
+    if task == "check_again":
+        from anypo.domains.language.toys.check_again import make_check_again
+
+        return make_check_again(seed=seed, **options)
+    if task == "errands":
+        from anypo.domains.language.toys.errands import Errands
+
+        history = options.pop("history", False)
+        places = Errands(**options)
+        return places.policy(history=history, seed=seed), places
+    if task == "lock":
+        from anypo.domains.language.toys.lock import make_lock
+
+        return make_lock(seed=seed, **options)
+    if task == "lookup_chain":
+        from anypo.domains.language.toys.lookup_chain import make_lookup_chain
+
+        return make_lookup_chain(seed=seed, **options)
+    if task == "registers":
+        from anypo.domains.language.toys.registers import make_registers
+
+        return make_registers(**options)
+    if task == "toy_ct":
+        from anypo.domains.language.toys.toy_ct import make_toy_ct
+
+        return make_toy_ct(**options)
+    if task == "rubric_sums":
+        from anypo.domains.language.toys.rubric_sums import make_rubric_sums
+
+        return make_rubric_sums(seed=seed, **options)
+    if task in ("toy_roles", "toy_languages"):
+        from anypo.domains.language.toys.toy_languages import ToyLanguages
+        from anypo.domains.language.toys.toy_roles import ToyRoles
+
+        toy: Any = ToyRoles(seed=seed, **options) if task == "toy_roles" else ToyLanguages(seed=seed, **options)
+        table: Policy = toy.policy()
+        table.learning_rate = float(toy.prompts_per_step)  # an SGD step of 1 for each prompt
+        return table, toy
     from anypo.domains.language.toys.key_chain import KeyChain
 
     chain = KeyChain(seed=seed, **options)

@@ -305,7 +305,7 @@ def warm_start(policy: GruPolicy, task: ToyArith, target: float = 0.3, seed: int
     """
     noise = min(task.noise, 0.8 * (1 - target))
     rng = np.random.default_rng(seed)
-    optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
+    optimizer = torch.optim.Adam(policy.parameters(), lr=policy.imitation_rate)
     count, interval = (50, 20) if task.steps else (100, 5)  # judging sampled chains costs more than a supervised step
     drawn = [task.training[i] for i in rng.permutation(len(task.training))[:count]]
     judged = [p for p in drawn if p.columns["answerable"]]
@@ -324,18 +324,28 @@ _WARM: dict[tuple[Any, ...], dict[str, Tensor]] = {}  # warm-started weights by 
 
 
 def make_toy_arith(
-    *, small: bool = True, seed: int = 0, value_head: bool = False, hidden: int = 64, target: float = 0.3, **variant: Any
-) -> tuple[GruPolicy, ToyArith]:
+    *, small: bool = True, seed: int = 0, value_head: bool = False, hidden: int = 64, target: float = 0.3, layers: int = 0, latent: int = 0,
+    **variant: Any,
+) -> tuple[GruPolicy, ToyArith]:  # fmt: skip
     """A warm-started policy and its task, both new. `variant`: held_out, unanswerable, forms, steps of `ToyArith`.
 
+    `layers` > 0 takes a transformer of so many layers in place of the GRU, with codes of width `latent` where that is > 0; it has no value head.
     The first call with given settings trains, later ones copy its weights.
     """
     task = ToyArith(small=small, seed=seed, **variant)
-    policy = GruPolicy(hidden=hidden, value_head=value_head, seed=seed)
-    key = (small, seed, hidden, target, *sorted(variant.items()))
+    policy = _network(hidden, layers, latent, value_head, seed)
+    key = (small, seed, hidden, layers, target, *sorted(variant.items()))
     if key not in _WARM:
         warm_start(policy, task, target, seed)
-        _WARM[key] = {name: value.clone() for name, value in policy.state_dict().items() if not name.startswith("value_head")}
-    policy.load_state_dict(_WARM[key], strict=False)  # the value head, if any, is not part of the warm start
+        _WARM[key] = {name: p.detach().clone() for name, p in policy.named_parameters() if p.grad is not None}
+    policy.load_state_dict(_WARM[key], strict=False)  # value head and codes, if any, are not part of the warm start
     policy.zero_grad(set_to_none=True)
     return policy, task
+
+
+def _network(hidden: int, layers: int, latent: int, value_head: bool, seed: int) -> GruPolicy:
+    if not layers:
+        return GruPolicy(hidden=hidden, value_head=value_head, seed=seed)
+    from anypo.domains.language.toys.transformer_policy import TransformerPolicy
+
+    return TransformerPolicy(width=hidden, layers=layers, latent=latent, seed=seed)
