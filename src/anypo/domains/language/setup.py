@@ -25,6 +25,7 @@ TOYS = (
     "copy_or_compute",
     "check_again",
     "errands",
+    "household",
     "rubric_sums",
     "lock",
     "lookup_chain",
@@ -131,6 +132,11 @@ def _toy(task: str, seed: int, needs: Set[str], options: dict[str, Any]) -> tupl
         history = options.pop("history", False)
         places = Errands(**options)
         return places.policy(history=history, seed=seed), places
+    if task == "household":
+        from anypo.domains.language.toys.household import Household
+
+        chores = Household(seed=seed, **options)
+        return chores.policy(seed=seed), chores
     if task == "lock":
         from anypo.domains.language.toys.lock import make_lock
 
