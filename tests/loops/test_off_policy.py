@@ -74,7 +74,7 @@ def test_a_fixed_buffer_is_learned_from_without_collecting(tmp_path: Path) -> No
     recording = record_episodes(collector.policy, collector.task.environments(2), [0, 1], np.random.default_rng(0))
     assert len(recording.reward) == 400 and recording.truncated.sum() == 2
     write(tmp_path / "steps.npz", recording)
-    run = small(steps=3, data=str(tmp_path / "steps.npz"))
+    run = small(steps=3, method=SAC.set("rollout.warmup", 100_000), data=str(tmp_path / "steps.npz"))  # recordings need no warm-up
     train(run)
     assert run.actions == 0 and run.version == 30 and len(run.method.rollout.buffer) == 400
     batch = as_batch(read(str(tmp_path / "steps.npz"), run.task.spaces), run.policy)

@@ -112,8 +112,10 @@ class Replay:
         self.buffer.add({name: value[chosen] for name, value in parts.items()})
 
     def minibatches(self, run: Run, fresh: int) -> Iterator[Batch]:
-        """Random minibatches for `fresh` new actions, each a batch of B trajectories of one action; none before the warm-up is over."""
-        if self.buffer is None or len(self.buffer) < max(self.warmup, 1):
+        """Random minibatches for `fresh` new actions, each a batch of B trajectories of one action; none before the warm-up is over, which recorded
+        steps do not need."""
+        recorded = getattr(run.task, "data", None) is not None
+        if self.buffer is None or len(self.buffer) < max(0 if recorded else self.warmup, 1):
             return
         for _ in range(max(1, round(fresh * self.updates_per_action))):
             yield self.draw(run)

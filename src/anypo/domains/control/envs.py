@@ -23,6 +23,7 @@ OWN = {  # environments of this package, registered with Gymnasium when they are
     "MultiGoal-v0": "anypo.domains.control.multi_goal",
     "NoisyPoint-v0": "anypo.domains.control.noisy_point",
     "ForkedGoal-v0": "anypo.domains.control.forked_goal",
+    "Peg-v0": "anypo.domains.control.peg",
     "PickPlace-v0": "anypo.domains.control.pick_place",
     "PointAvoid-v0": "anypo.domains.control.point_avoid",
     "PointCircle-v0": "anypo.domains.control.point_circle",

@@ -22,7 +22,7 @@ from anypo.domains.diffusion.action_network import ActionNetwork, Predict, finit
 from anypo.domains.diffusion.denoise import uniform_levels
 from anypo.policy import Signals
 
-INTEGRATORS = ("euler", "heun")
+INTEGRATORS = ("euler", "heun", "midpoint")
 ATANH_LIMIT = 1 - 1e-6  # recorded actions this close to the bounds are taken for the bound's neighbour
 
 
@@ -41,7 +41,7 @@ class FlowActionPolicy(EnvironmentPolicy):
         self, spaces: Spaces, *, hidden: tuple[int, ...] = (64, 64), normalize_observations: bool = True, sampling_steps: int = 10,
         integrator: str = "euler", seed: int = 0,
     ) -> None:  # fmt: skip
-        """`sampling_steps`, `integrator` (euler or heun): how the path is followed; both may be changed at any time. Weights depend on `seed` alone.
+        """`sampling_steps`, `integrator` (euler, heun or midpoint): how the path is followed; both may be changed at any time. Weights depend on `seed` alone.
 
         Raises ValueError for spaces without continuous, bounded actions and for a sampler that does not exist.
         """
@@ -92,16 +92,20 @@ class FlowActionPolicy(EnvironmentPolicy):
         return rng.standard_normal((*shape, self.spaces.action_size), dtype=np.float32)
 
     def actor(self) -> Callable[[NDArray, NDArray | None], NDArray]:
-        self._check_sampler()
-        normalize, size = self._normalizer(), self.spaces.action_size
-        given = self.actor_network.at_levels(uniform_levels(self.sampling_steps))
-        follow = _heun if self.integrator == "heun" else _euler
+        follow, size = self.path(), self.spaces.action_size
 
         def act(observation: NDArray, noise: NDArray | None) -> NDArray:
-            start = np.zeros((len(observation), size), np.float32) if noise is None else noise
-            return follow(given(normalize(observation)), start, self.sampling_steps)
+            return follow(observation, np.zeros((len(observation), size), np.float32) if noise is None else noise)
 
         return act
+
+    def path(self) -> Callable[[NDArray, NDArray], NDArray]:
+        """A function (raw observations [N,O], starts [N,D]) -> where the paths end [N,D], with the weights of this moment."""
+        self._check_sampler()
+        normalize, steps = self._normalizer(), self.sampling_steps
+        given = self.actor_network.at_levels(uniform_levels(2 * steps if self.integrator == "midpoint" else steps))
+        follow = {"euler": _euler, "heun": _heun, "midpoint": _midpoint}[self.integrator]
+        return lambda observation, start: follow(given(normalize(observation)), start, steps)
 
     def for_environment(self, action: NDArray) -> NDArray:
         return self.centre + self.reach * np.tanh(action)
@@ -112,7 +116,7 @@ class FlowActionPolicy(EnvironmentPolicy):
     def _check_sampler(self) -> None:
         if self.integrator not in INTEGRATORS or self.sampling_steps < 1:
             raise ValueError(
-                f"a flow is followed by {' or '.join(INTEGRATORS)} in 1 step or more, not {self.integrator} in {self.sampling_steps}"
+                f"a flow is followed by {', '.join(INTEGRATORS)} in 1 step or more, not {self.integrator} in {self.sampling_steps}"
             )
 
 
@@ -120,6 +124,13 @@ def _euler(velocity: Predict, x: NDArray, steps: int) -> NDArray:
     """From level 1 to level 0 in equal steps of x - v / steps."""
     for k in range(steps):
         x = x - velocity(k, x) / steps
+    return x
+
+
+def _midpoint(velocity: Predict, x: NDArray, steps: int) -> NDArray:
+    """The same with the velocity half a step further on; the levels known are those of half steps."""
+    for k in range(steps):
+        x = x - velocity(2 * k + 1, x - velocity(2 * k, x) / (2 * steps)) / steps
     return x
 
 
