@@ -85,6 +85,6 @@ class Codes(nn.Module):
 
     def loss(self, prefix: Float[Tensor, "N d"], rest: Float[Tensor, "N d"], eps: Float[Tensor, "N m"], beta: float) -> Tensor:
         """Squared error of the decoded rest plus beta times the KL."""
-        q, p = self.posterior(torch.cat([prefix, rest], 1)).chunk(2, 1), self.prior(prefix).chunk(2, 1)
-        found = self.decoder(torch.cat([prefix, latent(*q, eps)], 1))
-        return ((rest - found) ** 2).sum(1).mean() + beta * cvae_kl(*q, *p).mean()
+        mean, log_variance = self.posterior(torch.cat([prefix, rest], 1)).chunk(2, 1)
+        found = self.decoder(torch.cat([prefix, latent(mean, log_variance, eps)], 1))
+        return ((rest - found) ** 2).sum(1).mean() + beta * cvae_kl(mean, log_variance, *self.prior(prefix).chunk(2, 1)).mean()

@@ -125,8 +125,8 @@ class CheckPolicy(Policy):
             self.tables = nn.ModuleList(nn.Embedding(size, width, padding_idx=size - 1) for size in SIZES)
             self.output = nn.Linear(width, self.vocabulary)
         with torch.no_grad():
-            for table in self.tables[1:]:
-                table.weight.mul_(MINOR)
+            for table in list(self.tables)[1:]:
+                table.weight.mul_(MINOR)  # type: ignore[operator]
 
     def encode(self, text: str) -> Int[Tensor, " L"]:
         return torch.tensor([ALPHABET.index(c) + 1 for c in text], dtype=torch.int64)
