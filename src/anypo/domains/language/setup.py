@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Set
 from pathlib import Path
@@ -95,78 +96,10 @@ def evaluate(model: str, task: str, k: tuple[int, ...] = (1,), seed: int = 0, **
 
 
 def _toy(task: str, seed: int, needs: Set[str], options: dict[str, Any]) -> tuple[Policy, Task]:
-    if task == "token_bandit":
-        from anypo.domains.language.toys.token_bandit import TokenBandit
-
-        bandit = TokenBandit(seed=seed, **options)
-        policy = bandit.policy()
-        policy.learning_rate = float(bandit.count)  # an SGD step of 1 for each prompt
-        return policy, bandit
-    if task == "toy_arith":
-        from anypo.domains.language.toys.toy_arith import make_toy_arith
-
-        if "latent" in needs or any(name.startswith("layer_logp_") for name in needs):  # what the GRU has not
-            options = {"layers": 4, "latent": 16 * ("latent" in needs)} | options
-        return make_toy_arith(seed=seed, value_head="value" in needs, **options)
-    if task == "certified_ranking":
-        from anypo.domains.language.toys.certified_ranking import CertifiedRanking
-
-        ranking = CertifiedRanking(seed=seed, **options)
-        return ranking.policy(), ranking
-    if task == "event_video":
-        from anypo.domains.language.toys.event_video import make_event_video
-
-        return make_event_video(**options)
-    if task == "copy_or_compute":
-        from anypo.domains.language.toys.copy_or_compute import CopyOrCompute
-
-        questions = CopyOrCompute(seed=seed, **options)
-        return questions.policy(seed), questions
-    if task == "check_again":
-        from anypo.domains.language.toys.check_again import make_check_again
-
-        return make_check_again(seed=seed, **options)
-    if task == "errands":
-        from anypo.domains.language.toys.errands import Errands
-
-        history = options.pop("history", False)
-        places = Errands(**options)
-        return places.policy(history=history, seed=seed), places
+    """Every stand-in is a module of `toys` with a function `build`."""
     if task == "household":
         from anypo.domains.language.toys.household import Household
 
         chores = Household(seed=seed, **options)
         return chores.policy(seed=seed), chores
-    if task == "lock":
-        from anypo.domains.language.toys.lock import make_lock
-
-        return make_lock(seed=seed, **options)
-    if task == "lookup_chain":
-        from anypo.domains.language.toys.lookup_chain import make_lookup_chain
-
-        return make_lookup_chain(seed=seed, **options)
-    if task == "registers":
-        from anypo.domains.language.toys.registers import make_registers
-
-        return make_registers(**options)
-    if task == "toy_ct":
-        from anypo.domains.language.toys.toy_ct import make_toy_ct
-
-        return make_toy_ct(**options)
-    if task == "rubric_sums":
-        from anypo.domains.language.toys.rubric_sums import make_rubric_sums
-
-        return make_rubric_sums(seed=seed, **options)
-    if task in ("toy_roles", "toy_languages"):
-        from anypo.domains.language.toys.toy_languages import ToyLanguages
-        from anypo.domains.language.toys.toy_roles import ToyRoles
-
-        toy: Any = ToyRoles(seed=seed, **options) if task == "toy_roles" else ToyLanguages(seed=seed, **options)
-        table: Policy = toy.policy()
-        table.learning_rate = float(toy.prompts_per_step)  # an SGD step of 1 for each prompt
-        return table, toy
-    from anypo.domains.language.toys.key_chain import KeyChain
-
-    chain = KeyChain(seed=seed, **options)
-    walker: Policy = chain.policy()
-    return walker, chain
+    return importlib.import_module(f"anypo.domains.language.toys.{task}").build(needs, seed, **options)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from anypo.domains.language.certificates import cert_ndcg, ndcg
 from anypo.domains.language.toys.certified_instances import CITES, MENTIONS, ROSTER, SLOTS, TOP, Instances, audit, draw
 from anypo.policy import Policy, Signals
 from anypo.run import Run
-from anypo.task import Prompt
+from anypo.task import Prompt, Task
 
 STOP = ROSTER * MENTIONS  # the action that ends the citations of a position
 IMPOSSIBLE = -1e9
@@ -154,3 +154,9 @@ class CertifiedRanking:
 
     def evaluate(self, run: Run) -> dict[str, float]:
         return self.measures(cast(CitingPolicy, run.policy))
+
+
+def build(needs: Set[str], seed: int = 0, **options: Any) -> tuple[Policy, Task]:
+    """Policy and task by name, for runs from the command line."""
+    ranking = CertifiedRanking(seed=seed, **options)
+    return ranking.policy(), ranking

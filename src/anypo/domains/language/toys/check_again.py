@@ -23,7 +23,7 @@ from anypo.domains.language.toys.gru_policy import Samples, imitate
 from anypo.domains.language.toys.toy_arith import forced_batch
 from anypo.policy import Policy, Signals
 from anypo.run import Run
-from anypo.task import Prompt
+from anypo.task import Prompt, Task
 
 MODULUS, MOST_STEPS, MOST_CHECKS = 11, 5, 4
 VALUES, OPERATIONS, MARKS = "0123456789a", "+-*", ">?#"
@@ -282,3 +282,8 @@ def make_check_again(
     policy = CheckPolicy(seed=seed)
     policy.load_state_dict(_warm(seed, warm_steps, wrong_check))
     return policy, CheckAgain(wrong_check=wrong_check, **options)
+
+
+def build(needs: Set[str], seed: int = 0, **options: Any) -> tuple[Policy, Task]:
+    """Policy and task by name, for runs from the command line."""
+    return make_check_again(seed=seed, **options)

@@ -12,6 +12,7 @@ import functools
 import math
 import re
 from collections.abc import Set
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from anypo.batch import Batch
 from anypo.policy import Policy, Signals
 from anypo.run import Run
-from anypo.task import Prompt
+from anypo.task import Prompt, Task
 
 MODULUS, TYPES, STEPS = 7, 8, 3
 OPERATIONS = ("multiply", "add twice", "triple and subtract", "square and add")
@@ -180,3 +181,9 @@ class CopyOrCompute:
 
     def evaluate(self, run: Run) -> dict[str, float]:
         return {"pass@1": self.expected_success(run.policy), "pass@1/plan": self.expected_success(run.policy, plan_given=True)}  # type: ignore[arg-type]
+
+
+def build(needs: Set[str], seed: int = 0, **options: Any) -> tuple[Policy, Task]:
+    """Policy and task by name, for runs from the command line."""
+    questions = CopyOrCompute(seed=seed, **options)
+    return questions.policy(seed), questions

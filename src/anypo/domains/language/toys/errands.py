@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from anypo.batch import Batch
 from anypo.policy import Policy, Signals
 from anypo.run import Run
-from anypo.task import Prompt
+from anypo.task import Prompt, Task
 
 MOVES = ((0, -1), (0, 1), (-1, 0), (1, 0))
 TAKE, ACTIONS = 4, 5
@@ -295,3 +295,10 @@ def clone(policy: ErrandPolicy, task: Errands, steps: int, noise: float = 0.5, s
         (-(target[state] * logits.log_softmax(-1)).sum(1).mean()).backward()
         optimizer.step()
     policy.zero_grad(set_to_none=True)
+
+
+def build(needs: Set[str], seed: int = 0, **options: Any) -> tuple[Policy, Task]:
+    """Policy and task by name, for runs from the command line."""
+    history = options.pop("history", False)
+    places = Errands(**options)
+    return places.policy(history=history, seed=seed), places

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from anypo.batch import Batch
 from anypo.domains.language.agents import AgentTask
 from anypo.domains.language.toys.gru_policy import GruPolicy, Samples, imitate
-from anypo.task import Prompt
+from anypo.policy import Policy
+from anypo.task import Prompt, Task
 
 FRAMES, WINDOW, CLASSES = 64, 16, "ABCD"
 BUDGETS = (4, 8, 16, 32, 64)  # frames that an overview may have
@@ -203,3 +204,8 @@ def make_event_video(
     task = VideoTask("event_video", Videos(), lambda: EventVideo(parallel), max_turns=3, max_tokens=REPLY, temperature=temperature,
                      prompts_per_step=prompts_per_step)  # fmt: skip
     return policy, task
+
+
+def build(needs: Set[str], seed: int = 0, **options: Any) -> tuple[Policy, Task]:
+    """Policy and task by name, for runs from the command line."""
+    return make_event_video(**options)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from anypo.batch import Batch
 from anypo.policy import Policy, Signals
 from anypo.run import Run
-from anypo.task import Prompt
+from anypo.task import Prompt, Task
 
 ACTIONS = 4
 
@@ -254,3 +254,9 @@ def make_key_chain(prompts: int = 16, steps: int = 4, *, seed: int = 0, value: b
     """The problem at its usual sizes: bias 1.0 on the right action at 4 steps, 1.2 at 6 (0.1 a step more or less elsewhere)."""
     task = KeyChain(prompts, steps, seed=seed)
     return task.policy(bias=0.6 + 0.1 * steps, value=value, seed=seed), task
+
+
+def build(needs: Set[str], seed: int = 0, **options: Any) -> tuple[Policy, Task]:
+    """Policy and task by name, for runs from the command line."""
+    chain = KeyChain(seed=seed, **options)
+    return chain.policy(), chain

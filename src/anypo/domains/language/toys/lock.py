@@ -22,7 +22,7 @@ from anypo.batch import Batch
 from anypo.domains.language.toys.gru_policy import GruPolicy, Samples, imitate
 from anypo.policy import Policy, Signals
 from anypo.run import Run
-from anypo.task import Prompt
+from anypo.task import Prompt, Task
 
 RIGHT, WRONG, NONE = "+", "-", -1
 TRUST_RATE = (
@@ -202,3 +202,8 @@ def _texts(completions: list[str]) -> Batch:
     """Completions as all that is known of a batch."""
     none = torch.zeros(len(completions), 0)
     return Batch(action=none.long(), mask=none.bool(), logp=none, group=torch.arange(len(completions)), signals={"completion": completions})
+
+
+def build(needs: Set[str], seed: int = 0, **options: Any) -> tuple[Policy, Task]:
+    """Policy and task by name, for runs from the command line."""
+    return make_lock(seed=seed, **options)

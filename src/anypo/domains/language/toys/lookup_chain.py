@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from anypo.batch import Batch
 from anypo.policy import Policy, Signals
 from anypo.run import Run
-from anypo.task import Prompt
+from anypo.task import Prompt, Task
 
 VALUES, TURNS = 8, 4
 GOOD, BAD, ARROW = VALUES, VALUES + 1, VALUES + 2  # the grades, and what stands between table and start
@@ -221,3 +221,8 @@ if __name__ == "__main__":
     trained = pretrain()
     save_file(trained.state_dict(), WEIGHTS)
     print(LookupChain().measure(trained))
+
+
+def build(needs: Set[str], seed: int = 0, **options: Any) -> tuple[Policy, Task]:
+    """Policy and task by name, for runs from the command line."""
+    return make_lookup_chain(seed=seed, **options)

@@ -10,7 +10,7 @@ in which nearly every block is run at once. Stands in for reasoning with a Pytho
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,8 @@ from anypo.domains.language.agents import AgentTask
 from anypo.domains.language.rewards import RewardFunction
 from anypo.domains.language.toys.event_video import demonstrated
 from anypo.domains.language.toys.gru_policy import GruPolicy, imitate
-from anypo.task import Prompt
+from anypo.policy import Policy
+from anypo.task import Prompt, Task
 
 SLOTS, OPERATIONS = "bcde", "+-"
 BLOCK, EXECUTE, ANSWER = ";", "!", "#"
@@ -165,3 +166,8 @@ def make_registers(
     task = RegisterTask("registers", Calculations(), lambda: Registers(delayed, cost), max_turns=max_turns, max_tokens=REPLY,
                         prompts_per_step=prompts_per_step)  # fmt: skip
     return policy, task
+
+
+def build(needs: Set[str], seed: int = 0, **options: Any) -> tuple[Policy, Task]:
+    """Policy and task by name, for runs from the command line."""
+    return make_registers(**options)

@@ -8,6 +8,7 @@ imitation of mixed demonstrations, usually gets right what is named. It stands i
 from __future__ import annotations
 
 import functools
+from collections.abc import Set
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,9 @@ from torch import Tensor
 from anypo.batch import Batch
 from anypo.domains.language.toys.gru_policy import ALPHABET, GruPolicy, imitate
 from anypo.domains.language.toys.toy_arith import ToyArith, forced_batch
+from anypo.policy import Policy
 from anypo.run import Run
-from anypo.task import Prompt
+from anypo.task import Prompt, Task
 
 ITEMS = ("format", "length", "answer")
 LETTERS = "".join(item[0] for item in ITEMS)
@@ -104,3 +106,8 @@ def make_rubric_sums(*, seed: int = 0, warm_steps: int = WARM_STEPS, **options: 
     policy = GruPolicy(alphabet=ALPHABET + LETTERS, seed=seed)
     policy.load_state_dict(_warm(seed, warm_steps))
     return policy, RubricSums(seed=seed, **options)
+
+
+def build(needs: Set[str], seed: int = 0, **options: Any) -> tuple[Policy, Task]:
+    """Policy and task by name, for runs from the command line."""
+    return make_rubric_sums(seed=seed, **options)

@@ -20,7 +20,7 @@ from anypo.batch import Batch
 from anypo.domains.language.steerable import Steerable
 from anypo.policy import Policy, Signals
 from anypo.run import Run
-from anypo.task import Prompt
+from anypo.task import Prompt, Task
 
 ENUMERATION_LIMIT = 300_000  # strings
 
@@ -241,3 +241,11 @@ class TokenBandit:
             return {"pass@1": self.expected_success(policy)}
         with torch.no_grad():
             return {"reward": float(self.expected_reward(policy).mean())}
+
+
+def build(needs: Set[str], seed: int = 0, **options: Any) -> tuple[Policy, Task]:
+    """Policy and task by name, for runs from the command line."""
+    bandit = TokenBandit(seed=seed, **options)
+    policy = bandit.policy()
+    policy.learning_rate = float(bandit.count)  # an SGD step of 1 for each prompt
+    return policy, bandit

@@ -8,7 +8,7 @@ text but sums.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any, cast
 
 import numpy as np
@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from anypo.batch import Batch
 from anypo.domains.language.toys.gru_policy import GruPolicy, imitate
+from anypo.policy import Policy
 from anypo.run import Run
-from anypo.task import Prompt
+from anypo.task import Prompt, Task
 
 ABSTAIN = "?"  # the completion that declines to answer
 ABSTAIN_SHARE = 0.1  # of the warm start's demonstrations when some prompts are unanswerable
@@ -349,3 +350,10 @@ def _network(hidden: int, layers: int, latent: int, value_head: bool, seed: int)
     from anypo.domains.language.toys.transformer_policy import TransformerPolicy
 
     return TransformerPolicy(width=hidden, layers=layers, latent=latent, seed=seed)
+
+
+def build(needs: Set[str], seed: int = 0, **options: Any) -> tuple[Policy, Task]:
+    """Policy and task by name, for runs from the command line."""
+    if "latent" in needs or any(name.startswith("layer_logp_") for name in needs):  # what the GRU has not
+        options = {"layers": 4, "latent": 16 * ("latent" in needs)} | options
+    return make_toy_arith(seed=seed, value_head="value" in needs, **options)

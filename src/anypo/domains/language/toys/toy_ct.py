@@ -10,7 +10,7 @@ abnormalities: a stand-in for a model of images that was tuned on reports domina
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -34,8 +34,9 @@ from anypo.domains.language.toys.ct_policy import (
     train_eye,
 )
 from anypo.domains.language.toys.gru_policy import imitate
+from anypo.policy import Policy
 from anypo.run import Run
-from anypo.task import Prompt
+from anypo.task import Prompt, Task
 
 COMMON = (0.7, 0.2, 0.1)  # how often true reports say it each way; what was imitated says all ways equally often
 LONGEST = 52  # tokens of a report
@@ -186,3 +187,8 @@ def make_toy_ct(*, mentioned: float = MENTIONED, **options: Any) -> tuple[Report
         _WARM[key] = {name: value.clone() for name, value in policy.state_dict().items()}
     policy.load_state_dict(_WARM[key])
     return policy, task
+
+
+def build(needs: Set[str], seed: int = 0, **options: Any) -> tuple[Policy, Task]:
+    """Policy and task by name, for runs from the command line."""
+    return make_toy_ct(**options)

@@ -8,6 +8,7 @@ Left out: text, and topics shared by regions.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,9 @@ from torch import Tensor, nn
 
 from anypo.batch import Batch
 from anypo.domains.language.toys.token_bandit import TabularTokens, TokenBandit
+from anypo.policy import Policy
 from anypo.run import Run
-from anypo.task import Prompt
+from anypo.task import Prompt, Task
 
 EVEN_SKILLS = (0.2, 0.32, 0.44, 0.56, 0.68, 0.8)
 
@@ -137,3 +139,11 @@ class ToyLanguages(TokenBandit):
     def evaluate(self, run: Run) -> dict[str, float]:
         policy: Any = run.policy
         return {"pass@1": self.expected_success(policy)}
+
+
+def build(needs: Set[str], seed: int = 0, **options: Any) -> tuple[Policy, Task]:
+    """Policy and task by name, for runs from the command line."""
+    toy = ToyLanguages(seed=seed, **options)
+    policy = toy.policy()
+    policy.learning_rate = float(toy.prompts_per_step)  # an SGD step of 1 for each prompt
+    return policy, toy

@@ -7,6 +7,7 @@ scene without one, answered from the mean of the characters' tables. Success, st
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 
 from anypo.batch import Batch
 from anypo.domains.language.toys.token_bandit import TabularTokens, TokenBandit
+from anypo.policy import Policy
 from anypo.run import Run
-from anypo.task import Prompt
+from anypo.task import Prompt, Task
 
 LEXICON = 2  # words of a character
 
@@ -119,3 +121,11 @@ class ToyRoles(TokenBandit):
             "style": self.expected_style(policy),
             "distinctiveness": self.distinctiveness(policy),
         }
+
+
+def build(needs: Set[str], seed: int = 0, **options: Any) -> tuple[Policy, Task]:
+    """Policy and task by name, for runs from the command line."""
+    toy = ToyRoles(seed=seed, **options)
+    policy = toy.policy()
+    policy.learning_rate = float(toy.prompts_per_step)  # an SGD step of 1 for each prompt
+    return policy, toy
