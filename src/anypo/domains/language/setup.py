@@ -32,6 +32,7 @@ TOYS = (
     "lookup_chain",
     "registers",
     "toy_ct",
+    "physics_scenes",
 )
 
 
@@ -97,9 +98,4 @@ def evaluate(model: str, task: str, k: tuple[int, ...] = (1,), seed: int = 0, **
 
 def _toy(task: str, seed: int, needs: Set[str], options: dict[str, Any]) -> tuple[Policy, Task]:
     """Every stand-in is a module of `toys` with a function `build`."""
-    if task == "household":
-        from anypo.domains.language.toys.household import Household
-
-        chores = Household(seed=seed, **options)
-        return chores.policy(seed=seed), chores
     return importlib.import_module(f"anypo.domains.language.toys.{task}").build(needs, seed, **options)
