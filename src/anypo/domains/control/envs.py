@@ -20,9 +20,11 @@ from numpy.typing import NDArray
 from anypo.domains.control import classic
 
 OWN = {  # environments of this package, registered with Gymnasium when they are asked for
+    "MalwareMaintenance-v0": "anypo.domains.control.maintenance",
     "MultiGoal-v0": "anypo.domains.control.multi_goal",
     "NoisyPoint-v0": "anypo.domains.control.noisy_point",
     "ForkedGoal-v0": "anypo.domains.control.forked_goal",
+    "OrderFlow-v0": "anypo.domains.control.order_book",
     "Peg-v0": "anypo.domains.control.peg",
     "PickPlace-v0": "anypo.domains.control.pick_place",
     "PointAvoid-v0": "anypo.domains.control.point_avoid",
