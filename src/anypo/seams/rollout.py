@@ -10,6 +10,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from anypo.batch import Batch
+from anypo.method import Rollout
+from anypo.seams.groups import has_spread
 from anypo.task import Prompt, Resumable
 
 if TYPE_CHECKING:
@@ -24,6 +26,38 @@ class OnPolicy:
 
     def __call__(self, prompts: list[Prompt], run: Run) -> Batch:
         return run.collect(prompts)
+
+
+@dataclass
+class DynamicSampling:
+    """Replace prompts without contrast in their group by fresh ones, up to `max_rounds` times; then train on what there is (DAPO, arXiv:2503.14476)."""
+
+    inner: Rollout = field(default_factory=OnPolicy)
+    max_rounds: int = 3  # rollouts a step at the most, >= 1
+
+    def __call__(self, prompts: list[Prompt], run: Run) -> Batch:
+        wanted, found, kept, samples = len(prompts), 0, [], prompts[0].samples
+        for round_number in range(self.max_rounds):
+            batch = self.inner(prompts, run)
+            useful = self.contrast(batch, run)
+            batch.group = batch.group + wanted * round_number  # rounds must not share group numbers
+            kept.append(batch[useful])
+            found += len(torch.unique(kept[-1].group))
+            if found >= wanted:
+                break
+            prompts = [p.but(samples=samples) for p in run.task.prompts(wanted - found, run.rng)]
+        run.log(sampling_rounds=round_number + 1, prompts_with_contrast=found / wanted)
+        full = [part for part in kept if len(part)]
+        return Batch.concat(full) if full else batch
+
+    def contrast(self, batch: Batch, run: Run) -> Tensor:
+        """[N] bool: whether the attempts at a row's prompt differ in the task's reward, in at least one of its objectives."""
+        reward = run.score_rewards(batch)
+        if reward.dim() == 1:
+            return has_spread(reward, batch.group)
+        if not batch.objectives:
+            return has_spread(reward.sum(1), batch.group)  # dense: what counts is the total
+        return torch.stack([has_spread(column, batch.group) for column in reward.T]).any(0)
 
 
 @dataclass

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from anypo.batch import Batch
 from anypo.domains.masked.decode import Decoded, Decoder
-from anypo.domains.masked.states import TAILS, VIEW_ANSWER, VIEW_PROMPT, block_states, canvas, logits_of
+from anypo.domains.masked.states import TAILS, VIEW_ANSWER, VIEW_ORDER, VIEW_PROMPT, block_states, canvas, logits_of
 from anypo.policy import Policy, Signals
 
 NEVER = -1e9  # logit of the mask token, which is no answer
@@ -101,16 +101,19 @@ class MaskedPolicy(Policy):
     # -- signals -------------------------------------------------------------------------------------------------------------------------
 
     def evaluate(self, batch: Batch, needs: Set[str]) -> Signals:
-        """Differentiable signals of the batch's actions; `batch.context` is a list of N prompts, 1-D int64. One state for each block of each row that
-        has actions. Raises ValueError for a batch without blocks."""
+        """Differentiable signals of the batch's actions; `batch.context` is a list of N prompts, 1-D int64. One state for each block (with a
+        `view_order`: for each turn of a block) of each row that has actions. Raises ValueError for a batch without blocks."""
         if batch.segment is None:
             raise ValueError("a masked model is evaluated block by block; give the batch its `segment` [N,T], the block of every place")
         hidden = (batch.signals.get(VIEW_PROMPT), batch.signals.get(VIEW_ANSWER))
-        table = canvas(batch.context, batch.action, batch.segment, batch.attended, self.mask_id, *hidden)
+        order = batch.signals.get(VIEW_ORDER, torch.zeros_like(batch.segment))
+        turns = int(order.max()) + 1 if order.numel() else 1
+        segment = batch.segment * turns + order
+        table = canvas(batch.context, batch.action, segment, batch.attended, self.mask_id, *hidden)
         row, place = batch.mask.nonzero(as_tuple=True)
-        states, of_action = torch.unique(torch.stack([row, batch.segment[row, place]], 1), dim=0, return_inverse=True)
+        states, of_action = torch.unique(torch.stack([row, segment[row, place]], 1), dim=0, return_inverse=True)
         limit = batch.signals.get("limit", torch.full_like(batch.group, batch.horizon))
-        ids = block_states(table, states[:, 0], states[:, 1], self.mask_id, self.tail, limit)
+        ids = block_states(table, states[:, 0], states[:, 1], self.mask_id, self.tail, limit, turns)
         logits = self.read(ids, of_action, table.offset[row] + place, self._temperature(batch)[row])
         log_probs = logits.log_softmax(-1)
         signals = Signals()

@@ -2,7 +2,8 @@
 
 The prefix-block state of block b shows the prompt and the finished blocks before b; block b itself is masked, and after it comes nothing
 (`tail="drop"`) or, for models that were trained on a fixed length, masks up to the row's limit (`tail="mask"`). A view hides further tokens of
-the prompt and of the finished blocks. One call of the network on the state gives the log-probs of all the block's tokens at once.
+the prompt and of the finished blocks, or shows those of the block's tokens that were revealed earlier, as in the state in which a token was
+revealed. One call of the network on the state gives the log-probs of all the block's tokens at once.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from anypo.batch import Batch
 
 TAILS = ("drop", "mask")
 VIEW_PROMPT, VIEW_ANSWER = "view_prompt", "view_answer"  # signals [N,P] and [N,T] bool: prompt and answer tokens that a view hides
+VIEW_ORDER = "view_order"  # signal [N,T] int64 >= 0: when a token of a block becomes visible to the others of the block
 ABSENT = -1  # in the place of an id: no token there, not attended to
 
 
@@ -57,14 +59,15 @@ def canvas(
 
 
 def block_states(
-    table: Canvas, row: Int64[Tensor, " M"], block: Int64[Tensor, " M"], mask_id: int, tail: str, limit: Int64[Tensor, " N"]
+    table: Canvas, row: Int64[Tensor, " M"], block: Int64[Tensor, " M"], mask_id: int, tail: str, limit: Int64[Tensor, " N"], turns: int = 1
 ) -> Int64[Tensor, "M L"]:
-    """The prefix-block state of block `block[m]` of row `row[m]`, ABSENT where nothing is. Raises ValueError for an unknown tail."""
+    """The prefix-block state of block `block[m]` of row `row[m]`, ABSENT where nothing is. With `turns` all blocks, in table and argument, are
+    counted as block * turns + turn, and tokens of the block's earlier turns are visible. Raises ValueError for an unknown tail."""
     if tail not in TAILS:
         raise ValueError(f"unknown tail '{tail}'; use drop (nothing after the block) or mask (masks up to the limit)")
     where = table.block[row]
     state = torch.where(where < block[:, None], table.ids[row], mask_id)
-    shown = table.exists[row] & (where <= block[:, None])
+    shown = table.exists[row] & (where // turns <= block[:, None] // turns)
     if tail == "mask":
         place = torch.arange(where.shape[1], device=row.device) - table.offset[row][:, None]
         shown = shown | ((place >= 0) & (place < limit[row][:, None]))
@@ -81,6 +84,6 @@ def logits_of(network: nn.Module, states: Int64[Tensor, "M L"]) -> tuple[Float[T
 def with_hidden(batch: Batch, hidden: Bool[Tensor, "N T"]) -> Batch:
     """The batch seen with exactly the `hidden` answer tokens masked, and only they are asked for: one block a row, before which stand all other
     tokens of the answer, later ones too. Log-probs of other states (`old_*` and `ref_*`) are left out, and `logp` is not theirs any more."""
-    signals = {name: value for name, value in batch.signals.items() if not name.startswith(("old_", "ref_"))}
+    signals = {name: value for name, value in batch.signals.items() if not name.startswith(("old_", "ref_")) and name != VIEW_ORDER}
     hidden = hidden & batch.mask
     return batch.but(mask=hidden, keep=None, segment=hidden.long(), valid=batch.mask, signals=signals)

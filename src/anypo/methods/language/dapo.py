@@ -10,53 +10,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from anypo.batch import Batch
-from anypo.method import Paper, Reward, Rollout
+from anypo.method import Paper, Reward
 from anypo.methods.language.grpo import METHOD as GRPO
-from anypo.methods.language.grpo import keep, overlong
+from anypo.methods.language.grpo import overlong
 from anypo.seams.credit import last_action
 from anypo.seams.objective import ClippedSurrogate
 from anypo.seams.reward import TaskReward
-from anypo.seams.rollout import OnPolicy
-from anypo.task import Prompt
+from anypo.seams.rollout import DynamicSampling
 
 if TYPE_CHECKING:
     from anypo.run import Run
-
-
-@dataclass
-class DynamicSampling:
-    """Replace prompts without contrast in their group by fresh ones, up to `max_rounds` times; then train on what there is."""
-
-    inner: Rollout = field(default_factory=OnPolicy)
-    max_rounds: int = 3  # rollouts a step at the most, >= 1
-
-    def __call__(self, prompts: list[Prompt], run: Run) -> Batch:
-        wanted, found, kept, samples = len(prompts), 0, [], prompts[0].samples
-        for round_number in range(self.max_rounds):
-            batch = self.inner(prompts, run)
-            useful = self.contrast(batch, run)
-            batch.group = batch.group + wanted * round_number  # rounds must not share group numbers
-            kept.append(batch[useful])
-            found += len(torch.unique(kept[-1].group))
-            if found >= wanted:
-                break
-            prompts = [p.but(samples=samples) for p in run.task.prompts(wanted - found, run.rng)]
-        run.log(sampling_rounds=round_number + 1, prompts_with_contrast=found / wanted)
-        full = [part for part in kept if len(part)]
-        return Batch.concat(full) if full else batch
-
-    def contrast(self, batch: Batch, run: Run) -> Tensor:
-        """[N] bool: whether the attempts at a row's prompt differ in the task's reward, in at least one of its objectives."""
-        reward = run.score_rewards(batch)
-        if reward.dim() == 1:
-            return keep(reward, batch.group).bool()
-        if not batch.objectives:
-            return keep(reward.sum(1), batch.group).bool()  # dense: what counts is the total
-        return torch.stack([keep(column, batch.group).bool() for column in reward.T]).any(0)
 
 
 @dataclass
