@@ -17,12 +17,14 @@ POLICY_OPTIONS = {
     "inventory": ("policy", "hidden", "initial_log_std"),
     "blocking": ("hidden", "layers"),
     "tsp": ("state", "layers", "width", "heads"),
+    "queue": ("threshold", "hidden"),
+    "hydro": ("policy", "hidden", "sigma"),
 }
 FAMILIES = tuple(POLICY_OPTIONS)
 
 
 def owns(task: str) -> bool:
-    """Whether the task's name begins with shop:, inventory:, blocking: or tsp:."""
+    """Whether the task's name begins with shop:, inventory:, blocking:, tsp:, queue: or hydro:."""
     return task.partition(":")[0] in FAMILIES and ":" in task
 
 
@@ -32,7 +34,10 @@ def build(task: Any, model: str | None, *, needs: Set[str] = frozenset(), seed: 
     setting (`lead_time`, `underage`, `stores`), `scenarios`, `batch`, `periods`, `warm_up`, `test_scenarios`, `test_periods`, `policy` (mlp, graph,
     base_stock), `hidden` and `initial_log_std`; `blocking:random` those of its setting (`smallest`, `largest`, `longest`, `p_down`, `d_max`),
     `instances`, `evaluation_instances`, `jobs`, `machines`, `hidden` and `layers`; `tsp:random` `cities`, `labelled`, `batch`,
-    `evaluation_instances`, `state` (reduced, direct), `layers`, `width` and `heads`. `model`: the folder of a saved policy to go on from.
+    `evaluation_instances`, `state` (reduced, direct), `layers`, `width` and `heads`; `queue:criss_cross`, `tandem`, `rybko_stolyar` and
+    `n_model` `services` (exponential, hyperexponential, uniform), `horizon`, `copies`, `test_horizon`, `test_copies`, `reward_scale`, `threshold`
+    (of the guard) and `hidden`; `hydro:one_reservoir` and `cascade` `months`, `paths`, `test_paths`, `policy` (lstm, affine), `hidden` and `sigma`.
+    `model`: the folder of a saved policy to go on from.
 
     Raises ValueError for an unknown task or option and for a policy that does not fit.
     """
@@ -44,7 +49,8 @@ def build(task: Any, model: str | None, *, needs: Set[str] = frozenset(), seed: 
         raise ValueError(f"unknown task '{task}'; there are {', '.join(f'{name}:...' for name in FAMILIES)}")
     chosen = {name: options.pop(name) for name in POLICY_OPTIONS[family] if name in options}
     task_of, policy_of = {
-        "shop": (_shop, _dispatcher), "inventory": (_inventory, _orderer), "blocking": (_blocking, _mover), "tsp": (_tours, _traveller)
+        "shop": (_shop, _dispatcher), "inventory": (_inventory, _orderer), "blocking": (_blocking, _mover), "tsp": (_tours, _traveller),
+        "queue": (_queue, _scheduler), "hydro": (_hydro, _keeper),
     }[family]  # fmt: skip
     built = task_of(task, options, seed) if isinstance(task, str) else task
     return policy_of(built, model, needs, seed, chosen), built
@@ -113,6 +119,31 @@ def _tours(task: str, options: dict[str, Any], seed: int) -> Task:
     return _only(task, TourTask(seed=seed, **options))
 
 
+def _queue(task: str, options: dict[str, Any], seed: int) -> Task:
+    from anypo.domains.combinatorial.queue_tasks import QueueTask
+    from anypo.domains.combinatorial.queues import NETWORKS
+
+    name = task.partition(":")[2]
+    if name not in NETWORKS:
+        raise ValueError(f"unknown queueing network '{name}'; there are {', '.join(NETWORKS)}")
+    _refuse_unknown(options, [*_keywords(QueueTask), *POLICY_OPTIONS["queue"]], "queues")
+    return QueueTask(NETWORKS[name], **options)
+
+
+def _hydro(task: str, options: dict[str, Any], seed: int) -> Task:
+    from dataclasses import replace
+
+    from anypo.domains.combinatorial.hydro import SETTINGS
+    from anypo.domains.combinatorial.hydro_tasks import HydroTask
+
+    name = task.partition(":")[2]
+    if name not in SETTINGS:
+        raise ValueError(f"unknown dispatch problem '{name}'; there are {', '.join(SETTINGS)}")
+    _refuse_unknown(options, ["months", *_keywords(HydroTask), *POLICY_OPTIONS["hydro"]], "dispatch problems")
+    months = options.pop("months", SETTINGS[name].months)
+    return HydroTask(replace(SETTINGS[name], months=months), **options)
+
+
 def _only(name: str, task: Any) -> Task:
     if task.name != name:
         raise ValueError(f"unknown task '{name}'; did you mean {task.name}?")
@@ -129,6 +160,25 @@ def _traveller(task: Any, model: str | None, needs: Set[str], seed: int, options
     from anypo.domains.combinatorial.tour_policy import TourPolicy, load_tour_policy
 
     return TourPolicy(seed=seed, **options) if model is None else load_tour_policy(Path(model))
+
+
+def _scheduler(task: Any, model: str | None, needs: Set[str], seed: int, options: dict[str, Any]) -> Policy:
+    from anypo.domains.combinatorial.queue_tasks import QueuePolicy, load_queue_policy
+
+    if model is None:
+        return QueuePolicy(task.network, value=bool(needs & {"value", "old_value"}), seed=seed, **options)
+    policy = load_queue_policy(Path(model))
+    if policy.network != task.network:
+        raise ValueError(f"the policy in {model} was trained for {policy.network.name}; give the task it was trained on")
+    return policy
+
+
+def _keeper(task: Any, model: str | None, needs: Set[str], seed: int, options: dict[str, Any]) -> Policy:
+    from anypo.domains.combinatorial.hydro_tasks import HydroPolicy, load_hydro_policy
+
+    if model is None:
+        return HydroPolicy(task.setting, options.pop("policy", "lstm"), seed=seed, **options)
+    return load_hydro_policy(Path(model), task.setting)
 
 
 def _dispatcher(task: Any, model: str | None, needs: Set[str], seed: int, options: dict[str, Any]) -> Policy:
