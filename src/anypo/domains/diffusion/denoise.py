@@ -82,12 +82,16 @@ def ode_step(x: Tensor, vel: Tensor, s: Number, s_next: Number) -> Tensor:
     return x + vel * (s_next - s)
 
 
-def sde_schedule(level: Float[Tensor, " T+1"], a: float) -> Schedule:
-    """Flow-GRPO's sampler over a decreasing grid of levels; with a = 0 the ODE sampler."""
-    s, following = level[:-1], level[1:]
-    change, scale = following - s, noise_scale(s, level[1], a)
+def noisy_schedule(level: Float[Tensor, " T+1"], scale: Float[Tensor, " T"]) -> Schedule:
+    """The SDE's sampler over a decreasing grid of levels, with a diffusion coefficient for each step; 0 = a step of the ODE."""
+    s, change = level[:-1], level[1:] - level[:-1]
     correction = scale**2 / (2 * s)
     return Schedule(level, 1 + correction * change, change * (1 + correction * (1 - s)), scale * (-change).sqrt())
+
+
+def sde_schedule(level: Float[Tensor, " T+1"], a: float) -> Schedule:
+    """Flow-GRPO's sampler over a decreasing grid of levels; with a = 0 the ODE sampler."""
+    return noisy_schedule(level, noise_scale(level[:-1], level[1], a))
 
 
 def ode_schedule(level: Float[Tensor, " T+1"]) -> Schedule:

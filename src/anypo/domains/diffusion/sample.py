@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -9,6 +11,10 @@ from torch import Tensor
 from anypo.batch import Batch
 from anypo.domains.diffusion.denoise import Schedule
 from anypo.domains.diffusion.policy import Condition, DenoisingPolicy
+
+if TYPE_CHECKING:
+    from anypo.run import Run
+    from anypo.task import Prompt
 
 RECORDED = frozenset({"logp", "entropy", "mean", "log_std"})  # what a batch keeps of the policy that acted
 
@@ -50,6 +56,21 @@ def as_batch(
     found = policy.observe(batch, RECORDED)
     batch.logp = found.pop("logp")
     batch.signals |= {f"old_{name}": value for name, value in found.items()}
+    return batch
+
+
+def collect_chains(prompts: list[Prompt], run: Run, schedule: Schedule, shared_start: bool = False) -> Batch:
+    """Chains for prompts of a denoising task under a schedule, whose fields may be [N,T]; `shared_start`: the attempts at a prompt start from one noise."""
+    task: Any = run.task
+    policy: Any = run.policy
+    group = torch.tensor([g for g, p in enumerate(prompts) for _ in range(p.samples)])
+    prompt_id = torch.tensor([p.id for p in prompts for _ in range(p.samples)])
+    with run.timed("generate"), torch.no_grad():
+        start = torch.randn(len(prompts) if shared_start else len(group), task.size, generator=run.generator)
+        start, condition = start[group] if shared_start else start, task.condition(prompt_id)
+        batch = as_batch(policy, sample(policy, start, condition, schedule, run.generator), condition, schedule, group, prompt_id)
+    batch.version = torch.full((len(group),), run.version)
+    run.actions += int(batch.mask.sum())
     return batch
 
 

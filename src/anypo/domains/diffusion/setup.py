@@ -15,7 +15,7 @@ DEFAULT_TASK = "digits:ink"
 
 def owns(task: str) -> bool:
     """Whether this domain knows the task by name."""
-    return task.split(":")[0] in ("digits", "gaussians", "pictures", "styled_digits", "attributes", "views", "scenes")
+    return task.split(":")[0] in ("digits", "gaussians", "pictures", "styled_digits", "attributes", "views", "scenes", "ring", "patches")
 
 
 def build(task: Any, model: str | None, *, needs: Set[str] = frozenset(), seed: int = 0, **options: Any) -> tuple[Policy, Task]:
@@ -46,14 +46,17 @@ def new_policy(task: Any) -> Policy:
     """The model that ships for a task. Raises ValueError when there is none."""
     from anypo.domains.diffusion import builtin
     from anypo.domains.diffusion.attributes import AttributeModes
+    from anypo.domains.diffusion.ring import Ring
     from anypo.domains.diffusion.styled_digits import StyledDigits, styled_flow
     from anypo.domains.diffusion.tasks import Digits, Gaussians
 
     if isinstance(task, StyledDigits):
         return styled_flow()
+    if task.name.startswith("patches:"):
+        return builtin.patches()
     if task.name in ("views", "scenes"):
         return {"views": builtin.views, "scenes": builtin.scenes}[task.name]()
-    for kind, name in ((Digits, "digits"), (Gaussians, "gaussians"), (AttributeModes, "attributes")):
+    for kind, name in ((Digits, "digits"), (Gaussians, "gaussians"), (AttributeModes, "attributes"), (Ring, "ring")):
         if isinstance(task, kind):
             return builtin.flow(name)
     raise ValueError(f"no model ships for the task '{task.name}'; name one with --model")
@@ -70,6 +73,10 @@ def load(model: str | Path) -> Policy:
         from anypo.domains.diffusion.views import load_views
 
         return load_views(folder)
+    if kind == "patches":
+        from anypo.domains.diffusion.patch_flow import load_patches
+
+        return load_patches(folder)
     if kind == "scenes":
         from anypo.domains.diffusion.latent_flow import load_latent_flow
 

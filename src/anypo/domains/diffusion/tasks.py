@@ -186,8 +186,10 @@ class Gaussians(DenoisingTask):
 
 
 def make_task(name: str, **options: Any) -> DenoisingTask:
-    """`digits:<reward>`, `gaussians:<mode>`, `styled_digits`, `attributes`, `scenes` or `views`. Raises ValueError for another name."""
+    """`digits:` or `patches:<reward>`, `gaussians:<mode>`, `styled_digits`, `attributes`, `ring`, `scenes`, `views`; else raises ValueError."""
     from anypo.domains.diffusion.attributes import AttributeModes
+    from anypo.domains.diffusion.patch_flow import PatchDigits
+    from anypo.domains.diffusion.ring import Ring
     from anypo.domains.diffusion.scenes import Scenes
     from anypo.domains.diffusion.styled_digits import StyledDigits
     from anypo.domains.diffusion.views import Views
@@ -195,6 +197,7 @@ def make_task(name: str, **options: Any) -> DenoisingTask:
     kind, _, rest = name.partition(":")
     plain: dict[str, type[DenoisingTask]] = {
         "attributes": AttributeModes,
+        "ring": Ring,
         "scenes": Scenes,
         "styled_digits": StyledDigits,
         "views": Views,
@@ -203,10 +206,12 @@ def make_task(name: str, **options: Any) -> DenoisingTask:
         return plain[name](**options)
     if kind == "digits":
         return Digits(rest or "ink", **options)
+    if kind == "patches":
+        return PatchDigits(rest or "classifier", **options)
     if kind == "gaussians" and (rest or "0").isdigit():
         return Gaussians(int(rest or 0), **options)
     known = ", ".join(f"digits:{reward}" for reward in REWARDS)
     raise ValueError(
-        f"unknown diffusion task '{name}'; there are {known}, gaussians:<0 to 7>, styled_digits, attributes, scenes, views and "
+        f"unknown diffusion task '{name}'; there are {known}, the same with patches:, gaussians:<0 to 7>, styled_digits, attributes, ring, scenes, views and "
         "pictures:<file with a prompt a line>"
     )

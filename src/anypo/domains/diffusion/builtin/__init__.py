@@ -1,4 +1,4 @@
-"""Models that ship: five small flow models and a classifier of 8x8 digits. `pretrain.py` beside this file makes them."""
+"""Models that ship: small flow models and a classifier of 8x8 digits. `pretrain.py` beside this file makes them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from anypo.domains.diffusion.policy import FlowPolicy
 
 if TYPE_CHECKING:
     from anypo.domains.diffusion.latent_flow import LatentFlow
+    from anypo.domains.diffusion.patch_flow import PatchFlow
     from anypo.domains.diffusion.views import ViewFlow
 
 FOLDER = Path(__file__).parent
@@ -21,6 +22,7 @@ SIZES = {
     "digits": (64, 10, (256, 256)),
     "gaussians": (2, 0, (128, 128)),
     "attributes": (2, 5, (128, 128)),
+    "ring": (2, 8, (128, 128)),
 }  # by name: D, length of the condition, hidden layers
 
 
@@ -31,7 +33,7 @@ def network(name: str, seed: int = 0) -> VelocityNetwork:
 
 
 def flow(name: str) -> FlowPolicy:
-    """The pre-trained model `digits`, `gaussians` or `attributes`."""
+    """The pre-trained model `digits`, `gaussians`, `attributes` or `ring`."""
     trained = network(name)
     trained.load_state_dict({k: v.float() for k, v in load_file(FOLDER / f"{name}.safetensors").items()})
     return FlowPolicy(trained, f"builtin:{name}")
@@ -52,6 +54,15 @@ def scenes() -> LatentFlow:
 
     policy = LatentFlow(name="builtin:scenes")
     policy.load_state_dict({k: v.float() for k, v in load_file(FOLDER / "scenes.safetensors").items()})
+    return policy
+
+
+def patches() -> PatchFlow:
+    """The transformer that draws digits patch by patch (see patch_flow.py)."""
+    from anypo.domains.diffusion.patch_flow import PatchFlow
+
+    policy = PatchFlow(name="builtin:patches")
+    policy.load_state_dict({k: v.float() for k, v in load_file(FOLDER / "patches.safetensors").items()})
     return policy
 
 

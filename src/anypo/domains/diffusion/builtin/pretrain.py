@@ -1,4 +1,4 @@
-"""Makes the models that ship: `python -m anypo.domains.diffusion.builtin.pretrain` (about five minutes; needs scikit-learn for its digits).
+"""Makes the models that ship: `python -m anypo.domains.diffusion.builtin.pretrain` (about eight minutes; needs scikit-learn for its digits).
 
 Flow matching: x_s = (1-s) x_data + s eps at a random level, the network regresses on eps - x_data; what is kept is a running average of the weights.
 The weights are stored in half precision, which the samples do not notice.
@@ -19,6 +19,8 @@ from anypo.domains.diffusion.alignment import align
 from anypo.domains.diffusion.attributes import AttributeModes
 from anypo.domains.diffusion.builtin import FOLDER, network
 from anypo.domains.diffusion.latent_flow import LatentFlow
+from anypo.domains.diffusion.patch_flow import PatchFlow
+from anypo.domains.diffusion.ring import Ring
 from anypo.domains.diffusion.scenes import pairs
 from anypo.domains.diffusion.tasks import Gaussians
 from anypo.domains.diffusion.views import ViewFlow, Views
@@ -105,6 +107,8 @@ def main(folder: Path) -> None:
         "gaussians": dict(train_flow("gaussians", lambda n, g: (Gaussians.data(n, g), None), 12_000, batch=1024).state_dict()),
         "digits": dict(train_flow("digits", digit_batches(), 12_000).state_dict()),
         "attributes": dict(train_flow("attributes", AttributeModes.data, 8_000, batch=512).state_dict()),
+        "patches": dict(train_flow("patches", digit_batches(), 1_000, batch=128, model=PatchFlow()).state_dict()),
+        "ring": dict(train_flow("ring", Ring.data, 5_000, batch=512).state_dict()),
         "views": dict(small_moves().state_dict()),
         "scenes": dict(align(LatentFlow(), pairs, 2_500).state_dict()),
     }
