@@ -19,6 +19,7 @@ MODULES = {
     "leader": ("incentive_rooms", "four_rooms"),
     "robust_mdp": ("fail_state",),
     "lock": ("combination_lock",),
+    "preferences": ("preference_bandit",),
 }  # modules of this domain with makers of tasks by name (`TASKS`)
 NAMES = (*EPISODIC, *(name for names in MODULES.values() for name in names))
 
