@@ -93,4 +93,4 @@ def test_what_it_cannot_act_in_is_refused() -> None:
     with pytest.raises(ValueError, match="discrete actions"):
         build("CartPole-v1", None, needs={"flow_velocity"})
     with pytest.raises(ValueError, match="euler, heun, midpoint"):
-        build("Pendulum-v1", None, needs={"flow_velocity"}, integrator="midpoint")
+        build("Pendulum-v1", None, needs={"flow_velocity"}, integrator="leapfrog")
