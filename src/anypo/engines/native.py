@@ -33,13 +33,13 @@ def load(source: Path) -> ctypes.CDLL | None:
     unfit = platform.system() != "Linux" or torch.backends.cpu.get_cpu_capability() != "AVX512"
     if os.environ.get("ANYPO_NATIVE") == "0" or unfit or compiler is None:
         return None
-    mark = hashlib.sha256(b"\0".join([source.read_bytes(), repr((compiler, FLAGS)).encode(), _processor()])).hexdigest()[:16]
-    library = _cache() / f"{source.stem}-{mark}.so"
     try:
+        mark = hashlib.sha256(b"\0".join([source.read_bytes(), repr((compiler, FLAGS)).encode(), _processor()])).hexdigest()[:16]
+        library = _cache() / f"{source.stem}-{mark}.so"
         if not library.exists():
             _compile(compiler, source, library)
         return ctypes.CDLL(str(library))
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: a user without a home
         log.info("%s was not compiled, PyTorch does its work: %s", source.name, error)
         return None
 
