@@ -144,14 +144,15 @@ class Run:
 
     # -- trajectories, rewards, signals --------------------------------------------------------------------------------------------------
 
-    def collect(self, prompts: list[Prompt], which: str = "policy") -> Batch:
-        """Trajectories of the task under the current policy, or under a named one; counts the generated actions."""
+    def collect(self, prompts: list[Prompt], which: str = "policy", by: Callable[[list[Prompt], Run], Batch] | None = None) -> Batch:
+        """Trajectories of the task under the current policy, or under a named one; counts the generated actions. `by`: what collects them in place of
+        the task, for rollouts that generate in a way of their own."""
         current = self.policy
         if which != "policy":
             self.policy = self.named_policy(which)
         try:
             with self.timed("generate"), torch.no_grad():
-                batch = self.task.collect(prompts, self)
+                batch = (by or self.task.collect)(prompts, self)
         finally:
             self.policy = current
         if which != "policy":

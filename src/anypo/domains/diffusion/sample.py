@@ -59,19 +59,18 @@ def as_batch(
     return batch
 
 
-def collect_chains(prompts: list[Prompt], run: Run, schedule: Schedule, shared_start: bool = False) -> Batch:
-    """Chains for prompts of a denoising task under a schedule, whose fields may be [N,T]; `shared_start`: the attempts at a prompt start from one noise."""
+def chains(prompts: list[Prompt], run: Run, schedule: Schedule, shared_start: bool = False) -> Batch:
+    """Chains for prompts of a denoising task under a schedule, whose fields may be [N,T]; `shared_start`: the attempts at a prompt start from one noise.
+
+    For `run.collect`, which times and counts them.
+    """
     task: Any = run.task
     policy: Any = run.policy
     group = torch.tensor([g for g, p in enumerate(prompts) for _ in range(p.samples)])
     prompt_id = torch.tensor([p.id for p in prompts for _ in range(p.samples)])
-    with run.timed("generate"), torch.no_grad():
-        start = torch.randn(len(prompts) if shared_start else len(group), task.size, generator=run.generator)
-        start, condition = start[group] if shared_start else start, task.condition(prompt_id)
-        batch = as_batch(policy, sample(policy, start, condition, schedule, run.generator), condition, schedule, group, prompt_id)
-    batch.version = torch.full((len(group),), run.version)
-    run.actions += int(batch.mask.sum())
-    return batch
+    start = torch.randn(len(prompts) if shared_start else len(group), task.size, generator=run.generator)
+    start, condition = start[group] if shared_start else start, task.condition(prompt_id)
+    return as_batch(policy, sample(policy, start, condition, schedule, run.generator), condition, schedule, group, prompt_id)
 
 
 def final(batch: Batch) -> Float[Tensor, "N D"]:

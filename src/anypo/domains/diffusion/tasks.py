@@ -20,7 +20,7 @@ from anypo.domains.diffusion.builtin import Classifier, classifier
 from anypo.domains.diffusion.denoise import Schedule, ode_schedule, sde_schedule, uniform_levels
 from anypo.domains.diffusion.policy import Condition, DenoisingPolicy
 from anypo.domains.diffusion.rewards import REWARDS, DigitReward, digit_probability, digit_reward
-from anypo.domains.diffusion.sample import as_batch, final, sample
+from anypo.domains.diffusion.sample import as_batch, chains, final, sample
 from anypo.report import plots
 from anypo.run import Run
 from anypo.task import Prompt
@@ -60,12 +60,7 @@ class DenoisingTask:
         return [Prompt(id=int(i), content=int(i)) for i in np.concatenate(rounds)[:count]]
 
     def collect(self, prompts: list[Prompt], run: Run) -> Batch:
-        policy: DenoisingPolicy = run.policy  # type: ignore[assignment]
-        group = torch.tensor([g for g, p in enumerate(prompts) for _ in range(p.samples)])
-        prompt_id = torch.tensor([p.id for p in prompts for _ in range(p.samples)])
-        start, condition = torch.randn(len(group), self.size, generator=run.generator), self.condition(prompt_id)
-        x = sample(policy, start, condition, self.schedule, run.generator)
-        return as_batch(policy, x, condition, self.schedule, group, prompt_id)
+        return chains(prompts, run, self.schedule)
 
     def continue_rows(self, batch: Batch, rows: Tensor, depth: Tensor, run: Run) -> Batch:
         """New endings of the chains `rows` after their first `depth` steps, whole chains each (see `anypo.task.Resumable`)."""

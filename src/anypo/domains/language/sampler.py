@@ -102,7 +102,8 @@ def _wave_size(network: Network, prompts: Sequence[Tensor], source: Tensor, limi
     config = network.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    a_token = 2 * config.num_hidden_layers * heads * width * 4  # bytes: in float32, as decoding in low precision may have it
+    size = 4 if network.device.type == "cpu" else network.head.weight.element_size()  # of a number: decoding in C is float32
+    a_token = 2 * config.num_hidden_layers * heads * width * size
     columns = max(len(prompts[i]) for i in source.tolist()) + int(limit.max())
     return max(1, min(len(source), CACHE_BYTES // (a_token * columns)))
 

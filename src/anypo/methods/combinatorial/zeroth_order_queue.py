@@ -13,7 +13,7 @@ another from the same random state. Left out: the step sizes of the convergence 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -154,11 +154,9 @@ class PerturbedRollout:
         return batch
 
     def _collect(self, prompts: list[Prompt], center: Tensor, shifts: Float[Tensor, "N P"], arm: Tensor, run: Run) -> Batch:
-        if hasattr(run.task, "collect_at"):
-            with run.timed("generate"), torch.no_grad():
-                batch = run.task.collect_at(prompts, center + shifts, run)
-            run.actions += int(batch.mask.sum())
-            return batch
+        task: Any = run.task
+        if hasattr(task, "collect_at"):
+            return run.collect(prompts, by=lambda prompts, run: task.collect_at(prompts, center + shifts, run))
         return self._one_by_one(prompts, center, shifts, arm, run)
 
     def _one_by_one(self, prompts: list[Prompt], center: Tensor, shifts: Tensor, arm: Tensor, run: Run) -> Batch:

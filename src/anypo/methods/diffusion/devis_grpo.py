@@ -123,14 +123,12 @@ class AccumulativeRollout:
             raise ValueError(f"{run.method.name} accumulates camera moves, and the task '{task.name}' has none; take --task views")
         if not self.noise > 0:
             raise ValueError(f"rollout.noise must be above 0, not {self.noise}: a sampler without noise has no action probabilities")
-        with run.timed("generate"), torch.no_grad():
-            batch = self.collect(prompts, task, run)
-        run.actions += int(batch.mask.sum())
-        return batch
+        return run.collect(prompts, by=self.collect)
 
-    def collect(self, prompts: list[Prompt], task: Any, run: Run) -> Batch:
+    def collect(self, prompts: list[Prompt], run: Run) -> Batch:
         """Equation 2."""
         policy: Any = run.policy
+        task: Any = run.task
         group = torch.tensor([g for g, p in enumerate(prompts) for _ in range(p.samples)])
         prompt_id = torch.tensor([p.id for p in prompts for _ in range(p.samples)])
         view, angle = task.asked(prompt_id)
@@ -142,7 +140,6 @@ class AccumulativeRollout:
             stages.append(staying(as_batch(policy, x, condition, schedule, group, prompt_id), delta == 0, view))
             view = final(stages[-1])
         batch = joined(stages)
-        batch.version = torch.full((len(group),), run.version)
         batch.signals["jump_condition"] = task.condition(prompt_id)
         run.log(stages=float((increments > 0).double().sum(1).mean()))
         return batch

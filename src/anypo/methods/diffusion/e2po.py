@@ -118,13 +118,11 @@ class PerturbedRollout:
             raise ValueError(f"{run.method.name} trains denoising steps, and the task '{task.name}' has none; take one such as ring")
         if not self.noise > 0:
             raise ValueError(f"rollout.noise must be above 0, not {self.noise}: a sampler without noise has no action probabilities")
-        with run.timed("generate"), torch.no_grad():
-            batch = self.collect(prompts, task, run)
-        run.actions += int(batch.mask.sum())
-        return batch
+        return run.collect(prompts, by=self.collect)
 
-    def collect(self, prompts: list[Prompt], task: Any, run: Run) -> Batch:
+    def collect(self, prompts: list[Prompt], run: Run) -> Batch:
         policy: Any = run.policy
+        task: Any = run.task
         group = torch.tensor([g for g, p in enumerate(prompts) for _ in range(p.samples)])
         member = torch.tensor([j for p in prompts for j in range(p.samples)])
         prompt_id = torch.tensor([p.id for p in prompts for _ in range(p.samples)])
@@ -136,7 +134,6 @@ class PerturbedRollout:
         shown = clean + schedule(steps.level[:-1], self.s_lo, self.gamma)[None, :, None].to(clean) * delta[:, None]
         x = sample(policy, start, shown, steps, run.generator)
         batch = as_batch(policy, x, shown if self.own else clean, steps, group, prompt_id)
-        batch.version = torch.full((len(group),), run.version)
         batch.signals["anchor"] = member < self.n_anchor
         return batch
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from anypo.batch import Batch
 from anypo.domains.diffusion.denoise import Schedule, noisy_schedule, ode_schedule
 from anypo.domains.diffusion.denoise import noise_scale as flow_noise_scale
-from anypo.domains.diffusion.sample import collect_chains
+from anypo.domains.diffusion.sample import chains
 from anypo.method import Paper
 from anypo.methods.diffusion.flow_grpo import METHOD as FLOW_GRPO
 from anypo.methods.diffusion.flow_grpo import ClampedGroupRelative, StepClip, StepKL
@@ -138,7 +138,8 @@ class SingleStepRollout:
             )
         drawn = torch.randint(count, (len(prompts) if self.shared else int(sizes.sum()),), generator=run.generator)
         k = drawn.repeat_interleave(sizes) if self.shared else drawn
-        return collect_chains(prompts, run, one_noisy_step(level, scale, k), self.shared_start)
+        schedule = one_noisy_step(level, scale, k)
+        return run.collect(prompts, by=lambda prompts, run: chains(prompts, run, schedule, self.shared_start))
 
 
 @dataclass

@@ -106,12 +106,11 @@ class RoutedPairs:
             raise ValueError(f"rollout.routed must be between 1 and half of the {self.steps} steps, not {self.routed}")
         if self.keep is not None and not 1 <= self.keep <= policy.blocks:
             raise ValueError(f"rollout.keep must be between 1 and the {policy.blocks} blocks, not {self.keep}")
-        with run.timed("generate"), torch.no_grad():
-            batch = self.collect(prompts, task, policy, run)
-        run.actions += int(batch.mask.sum())
-        return batch
+        return run.collect(prompts, by=self.collect)
 
-    def collect(self, prompts: list[Prompt], task: Any, policy: Any, run: Run) -> Batch:
+    def collect(self, prompts: list[Prompt], run: Run) -> Batch:
+        task: Any = run.task
+        policy: Any = run.policy
         prompt_id = torch.tensor([p.id for p in prompts for _ in range(p.samples)])
         pairs, steps = len(prompt_id) // 2, ode_schedule(task.levels(self.steps))
         twice = torch.arange(pairs).repeat_interleave(2)
@@ -143,7 +142,6 @@ class RoutedPairs:
         }
         batch.valid = torch.ones_like(routed)
         batch.terminated, batch.truncated = torch.ones(len(twice), dtype=torch.bool), torch.zeros(len(twice), dtype=torch.bool)
-        batch.version = torch.full((len(twice),), run.version)
         found = step_signals(batch.context + pull[..., None] * velocity, std, batch, {"logp", "entropy", "mean", "log_std"})
         batch.logp = found.pop("logp")
         batch.signals |= {f"old_{name}": value for name, value in found.items()}

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from anypo.batch import Batch
 from anypo.domains.diffusion.denoise import Schedule, ddim_schedule, predicted_data
-from anypo.domains.diffusion.sample import collect_chains
+from anypo.domains.diffusion.sample import chains
 from anypo.method import Paper
 from anypo.methods.diffusion.flow_grpo import DDPO
 from anypo.policy import Loss, Signals
@@ -160,7 +160,8 @@ class PairRollout:
             raise ValueError(f"{run.method.name} trains denoising steps, and the task '{task.name}' has none; take one such as digits:ink")
         if not self.eta > 0 or (self.steps == 1 and not self.last_std > 0):
             raise ValueError("there is no noise to train: rollout.eta must be above 0, and with one step rollout.last_std too")
-        return collect_chains(prompts, run, self.schedule(task.levels(self.steps)), self.shared_start)
+        schedule = self.schedule(task.levels(self.steps))
+        return run.collect(prompts, by=lambda prompts, run: chains(prompts, run, schedule, self.shared_start))
 
 
 @dataclass
