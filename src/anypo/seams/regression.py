@@ -28,6 +28,14 @@ def sequence_log_ratio(logp: Float[Tensor, "N T"], anchor_logp: Float[Tensor, "N
     return (torch.where(inside, logp, zero) - torch.where(inside, anchor_logp, zero)).sum(1)
 
 
+def preference_margin(
+    logp: Float[Tensor, "N T"], ref_logp: Float[Tensor, "N T"], mask: Tensor, pairs: Int[Tensor, "P 2"], beta: float
+) -> Float[Tensor, " P"]:
+    """DPO's margin (arXiv:2305.18290): beta times how much more the better row of a pair gained on the reference than the worse one."""
+    ratio = sequence_log_ratio(logp, ref_logp, mask)
+    return beta * (ratio[pairs[:, 0]] - ratio[pairs[:, 1]])
+
+
 def row_advantage(advantage: Float[Tensor, "N T"], mask: Tensor) -> Float[Tensor, " N"]:
     """One number a row from advantages per action: their mean over the row's actions (itself where a credit gave the row one number)."""
     inside = mask.bool()

@@ -22,7 +22,7 @@ from anypo.methods.language.grpo import METHOD as GRPO
 from anypo.policy import Loss, Signals
 from anypo.seams.credit import GroupRelative
 from anypo.seams.groups import group_mean, group_size
-from anypo.seams.regression import row_advantage, sequence_log_ratio
+from anypo.seams.regression import preference_margin, row_advantage
 from anypo.seams.select import NoPrompts
 from anypo.seams.update import GradientSteps
 from anypo.task import Prompt
@@ -87,8 +87,7 @@ def dpo(
     logp: Float[Tensor, "N T"], ref_logp: Float[Tensor, "N T"], mask: Tensor, pairs: Int[Tensor, "M 2"], beta: float = 0.1
 ) -> Preference:
     """Equation 3: the mean over pairs of log(1 + exp(-margin)); token log-probs are summed, not averaged."""
-    ratio = sequence_log_ratio(logp, ref_logp, mask)
-    margin = beta * (ratio[pairs[:, 0]] - ratio[pairs[:, 1]])
+    margin = preference_margin(logp, ref_logp, mask, pairs, beta)
     return Preference(margin, -logsigmoid(margin).mean(), beta * torch.sigmoid(-margin.detach()), (margin > 0).to(logp.dtype).mean())
 
 

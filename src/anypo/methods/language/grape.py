@@ -26,7 +26,7 @@ from anypo.policy import Loss, Signals
 from anypo.seams.credit import GroupRelative
 from anypo.seams.groups import broadcast, group_mean, group_std, group_sum, leave_one_out_mean
 from anypo.seams.objective import SequenceReinforce, aggregate, clipped, log_ratio, ratio_metrics, token_ratio
-from anypo.seams.regression import row_advantage, sequence_log_ratio
+from anypo.seams.regression import preference_margin, row_advantage
 from anypo.seams.reward import objectives, row_reward
 from anypo.seams.update import GradientSteps
 
@@ -98,8 +98,7 @@ def reinforce_loss(logp: PerToken, mask: Tensor, reward: PerRow, group: Int[Tens
 
 def dpo_loss(logp: PerToken, ref_logp: PerToken, mask: Tensor, pairs: Int[Tensor, "P 2"], beta: float = 0.1) -> Preference:
     """Equation 5 for pairs (better, worse) of rows; log-probs are summed over tokens. No pairs: 0."""
-    ratio = sequence_log_ratio(logp, ref_logp, mask)
-    margin = beta * (ratio[pairs[:, 0]] - ratio[pairs[:, 1]])
+    margin = preference_margin(logp, ref_logp, mask, pairs, beta)
     return Preference(-logsigmoid(margin).sum() / max(len(pairs), 1), margin, -beta * torch.sigmoid(-margin.detach()))
 
 
